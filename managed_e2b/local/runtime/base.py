@@ -1,0 +1,172 @@
+"""What the API code may ask of a runtime, and nothing about how it is done.
+
+A *runtime* makes *guests*: running sandboxes. The control plane and envd are written against these
+protocols, so another runtime (OCI, a microVM) can be added without touching them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+class RuntimeUnavailable(Exception):
+    """This host cannot run sandboxes. The message says what is missing and how to get it, in one line."""
+
+
+class GuestGone(Exception):
+    """The sandbox is dead (or dying): nothing can be asked of it any more."""
+
+
+class GuestError(Exception):
+    """An operation inside the sandbox failed as the system call did: `errno` and a message for people."""
+
+    def __init__(self, errno: int, message: str) -> None:
+        super().__init__(message)
+        self.errno = errno
+        self.message = message
+
+
+@dataclass(frozen=True)
+class User:
+    """A user as the sandbox's own /etc/passwd and /etc/group tell."""
+
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    home: str
+    shell: str
+
+
+@dataclass(frozen=True)
+class PtySize:
+    cols: int
+    rows: int
+
+
+@dataclass(frozen=True)
+class Command:
+    """One process to start. `env` is the whole environment: nothing is inherited. `cwd` is absolute and exists."""
+
+    argv: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str
+    user: User
+    stdin: bool = False  # False: /dev/null
+    pty: PtySize | None = None  # given: stdin, stdout and stderr are one terminal
+
+
+@dataclass(frozen=True)
+class Exit:
+    """How a process ended: `code` when it exited, `signal` when it was killed by one. One of them is None."""
+
+    code: int | None
+    signal: int | None
+
+
+class GuestProcess(Protocol):
+    """A process inside a sandbox. The descriptors are ours, non-blocking; `close()` closes those still open."""
+
+    pid: int  # as seen inside the sandbox
+    stdin_fd: int | None
+    stdout_fd: int | None
+    stderr_fd: int | None
+    pty_fd: int | None
+
+    async def wait(self) -> Exit:
+        """Wait for the end. May be awaited by many, and again after the end."""
+        ...
+
+    def signal(self, number: int) -> bool:
+        """Send a signal to the process alone; False when it has ended."""
+        ...
+
+    def kill_tree(self) -> None:
+        """SIGKILL the process, its session and all its descendants, those that left the session included."""
+        ...
+
+    def resize(self, size: PtySize) -> None: ...
+
+    def close_stdin(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Usage:
+    """What a sandbox uses now. Bytes, and CPU as the percentage of one core times the cores in use."""
+
+    cpu_count: int
+    cpu_used_pct: float
+    mem_used: int
+    mem_total: int
+    mem_cache: int
+    disk_used: int
+    disk_total: int
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The file agent's answer: a JSON-like value, and descriptors it opened for us (the caller closes them)."""
+
+    value: Any
+    fds: list[int] = field(default_factory=list)
+
+
+class Guest(Protocol):
+    """One sandbox that runs."""
+
+    sandbox_id: str
+    dead: asyncio.Event  # set once no process of it is left, however it came to that
+
+    async def spawn(self, command: Command) -> GuestProcess:
+        """Start a process. Raises GuestError (as execve or chdir failed) and GuestGone."""
+        ...
+
+    async def call(self, op: str, fds: Sequence[int] = (), **args: Any) -> Reply:
+        """Run one operation of the file agent (see `agent_ops`) as root inside the sandbox's own mount namespace.
+
+        Paths are resolved in there, so no link in a sandbox can name a file of the host.
+        Raises GuestError (OSError in the agent) and GuestGone.
+        """
+        ...
+
+    async def user(self, name: str) -> User:
+        """The user of that name by the sandbox's own files. Raises KeyError when there is none."""
+        ...
+
+    async def connect(self, port: int) -> int:
+        """A connected, non-blocking TCP socket (a descriptor) to a port inside the sandbox.
+
+        Raises GuestError(ECONNREFUSED) when nothing listens there.
+        """
+        ...
+
+    async def freeze(self) -> None:
+        """Stop every process of the sandbox; memory is kept."""
+        ...
+
+    async def thaw(self) -> None: ...
+
+    async def usage(self) -> Usage: ...
+
+    async def kill(self) -> None:
+        """End it: when this returns no process, mount, port or file of it is left. May be called again."""
+        ...
+
+
+class Runtime(Protocol):
+    async def start(self) -> None:
+        """Make ready; remove what an earlier server left. Raises RuntimeUnavailable."""
+        ...
+
+    async def create(self, sandbox_id: str, *, template: str = "base") -> Guest:
+        """A new sandbox of a template, ready for commands. Raises RuntimeUnavailable and KeyError(template)."""
+        ...
+
+    async def close(self) -> None:
+        """Kill all guests and leave nothing behind."""
+        ...
