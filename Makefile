@@ -1,0 +1,41 @@
+# What a person or CI does with this checkout. `make` alone lists it; `make PYTHON=...` chooses the interpreter.
+SHELL := /bin/sh
+BIN := .venv/bin
+export PYTHON
+
+.PHONY: help venv demo test check bench format docs humaneval clean
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+venv:  ## make .venv ready (every target below does it by itself)
+	@sh tools/venv.sh
+
+demo: venv  ## the main job: acquire sandboxes, run code in them, get the results, leave nothing
+	@$(BIN)/python examples/demo.py
+
+test: venv  ## run the test suite (more arguments: make test ARGS="-k ledger")
+	@$(BIN)/pytest -n 2 $(ARGS)
+
+check: venv  ## lint, format, types, import contracts, generated docs
+	@$(BIN)/ruff check
+	@$(BIN)/ruff format --check
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports
+	@$(BIN)/python tools/docs.py --check
+
+bench: venv  ## how long the main job takes, and what the manager adds to the bare SDK
+	@$(BIN)/python bench/main_job.py $(ARGS)
+
+humaneval: venv  ## the 164 HumanEval problems, each in a sandbox of its own
+	@$(BIN)/python examples/humaneval.py $(ARGS)
+
+format: venv  ## rewrite the code in the project's format
+	@$(BIN)/ruff check --fix
+	@$(BIN)/ruff format
+
+docs: venv  ## write the generated parts of docs/ anew
+	@$(BIN)/python tools/docs.py
+
+clean:  ## remove the environment and all caches
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis build dist *.egg-info
