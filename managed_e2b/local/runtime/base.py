@@ -80,8 +80,8 @@ class GuestProcess(Protocol):
         """Wait for the end. May be awaited by many, and again after the end."""
         ...
 
-    def signal(self, number: int) -> bool:
-        """Send a signal to the process alone; False when it has ended."""
+    def signal(self, number: int, *, group: bool = False) -> bool:
+        """Send a signal to the process alone, or to its process group; False when it has ended."""
         ...
 
     def kill_tree(self) -> None:
