@@ -1,0 +1,91 @@
+"""The driver of the async face: it really awaits."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
+
+from .base import CANCEL_GRACE, Background, Wakeup
+from .sdk import Sdk
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LEDGER_THREADS = 4
+
+
+class AioDriver:
+    """See `base.Driver`. It is bound to no event loop: each call uses the loop that runs it."""
+
+    def __init__(self, sdk: Sdk) -> None:
+        self.sdk = sdk
+        self._background = Background()
+        self._pool = ThreadPoolExecutor(_LEDGER_THREADS, thread_name_prefix="me2b-ledger")
+
+    async def ledger(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        future = self._pool.submit(functools.partial(function, *args, **kwargs))
+        cancelled = await _wait_out(future, None)
+        if cancelled is not None:
+            raise cancelled
+        return future.result()
+
+    async def wait(self, wakeup: Wakeup, timeout: float) -> None:
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            _tell(loop, woken.set)
+
+        wakeup.subscribe(wake)
+        try:
+            async with asyncio.timeout(timeout):
+                await woken.wait()
+        except TimeoutError:
+            return
+        finally:
+            wakeup.unsubscribe(wake)
+
+    async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        future = self._background.start(function, *args, **kwargs)
+        cancelled = await _wait_out(future, CANCEL_GRACE)
+        if cancelled is not None:
+            raise cancelled
+        return future.result()
+
+    def join(self, timeout: float) -> bool:
+        return self._background.join(timeout)
+
+
+async def _wait_out(future: Future[Any], grace: float | None) -> asyncio.CancelledError | None:
+    """Wait for a thread's future through any number of cancellations; the last of them is returned.
+
+    After the first one it waits `grace` seconds longer, or to the end when that is None.
+    """
+    loop = asyncio.get_running_loop()
+    done = asyncio.Event()
+    future.add_done_callback(lambda _: _tell(loop, done.set))
+    cancelled: asyncio.CancelledError | None = None
+    deadline: float | None = None
+    while not future.done() and (deadline is None or loop.time() < deadline):
+        try:
+            async with asyncio.timeout_at(deadline):
+                await done.wait()
+        except TimeoutError:
+            break
+        except asyncio.CancelledError as error:
+            cancelled = error
+            if deadline is None and grace is not None:
+                deadline = loop.time() + grace
+    return cancelled
+
+
+def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:
+    """Call on the loop's thread. A loop that has been closed meanwhile has nobody left who waits."""
+    try:
+        loop.call_soon_threadsafe(callback)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise

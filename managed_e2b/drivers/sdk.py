@@ -1,0 +1,290 @@
+"""The only place where the manager touches the E2B SDK: its calls, and the one map of its exceptions.
+
+`Sandbox` and `AsyncSandbox` have the same lifecycle signatures. A call's result is awaited when it is
+awaitable, so this one class serves both faces.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import AsyncIterator, Callable, Mapping
+from datetime import datetime
+from importlib.metadata import version
+from typing import Any, NoReturn
+
+import e2b
+import httpx
+from e2b import exceptions as sdk_errors
+
+from ..errors import (
+    AuthenticationError,
+    BackendError,
+    BackendUnavailableError,
+    RateLimitedError,
+    TemplateNotFoundError,
+)
+from ..models import RemoteSandbox
+from ..settings import E2BConfig
+
+SDK_VERSION = version("e2b")
+
+NativeSandbox = e2b.Sandbox | e2b.AsyncSandbox
+
+# Newer than the oldest SDK that is supported (2.45).
+_NotRunning: type[Exception] | None = getattr(sdk_errors, "SandboxNotRunningException", None)
+_Unreachable: type[Exception] | None = getattr(sdk_errors, "SandboxUnreachableException", None)
+_ServiceBusy: type[Exception] | None = getattr(sdk_errors, "ServiceBusyException", None)
+
+
+class StreamBroken(Exception):
+    """A command's stream ended without telling how the command ended."""
+
+
+class DeadlineExceeded(Exception):
+    """A command's own timeout passed."""
+
+
+class Sdk:
+    """Calls to one endpoint with one key. Nothing is read from or written to the environment."""
+
+    def __init__(self, config: E2BConfig, *, is_async: bool) -> None:
+        self.endpoint = config.endpoint
+        self._class: Any = e2b.AsyncSandbox if is_async else e2b.Sandbox
+        self._is_async = is_async
+        named = {
+            "api_key": config.api_key,
+            "api_url": config.api_url,
+            "sandbox_url": config.sandbox_url,
+            "domain": config.domain,
+        }
+        self._options: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
+        self._options["debug"] = False  # E2B_DEBUG would turn create and kill into no-ops
+        create = inspect.signature(self._class.create).parameters
+        self._keyed = "idempotency_key" in create
+        self._has_retries = "retries" in getattr(e2b.ConnectionConfig.__init__, "__annotations__", {})
+
+    # -- lifecycle ------------------------------------------------------------------------------------------
+
+    async def create(
+        self,
+        *,
+        template: str,
+        timeout: int,
+        metadata: Mapping[str, str],
+        envs: Mapping[str, str],
+        allow_internet_access: bool | None,
+        idempotency_key: str,
+    ) -> NativeSandbox:
+        """One POST. `timeout` in seconds. Never retried in here: the engine decides what a failure proves."""
+        options = dict(self._options)
+        if self._has_retries:
+            options["retries"] = 0
+        if self._keyed:
+            options["idempotency_key"] = idempotency_key
+        if allow_internet_access is not None:
+            options["allow_internet_access"] = allow_internet_access
+        try:
+            sandbox: Any = self._class.create(
+                template, timeout=timeout, metadata=dict(metadata), envs=dict(envs), **options
+            )
+            if inspect.isawaitable(sandbox):
+                sandbox = await sandbox
+        except Exception as error:
+            if getattr(error, "status_code", None) == 404:
+                raise TemplateNotFoundError(
+                    f"{self.endpoint} has no template {template!r}: check its name with `e2b template list`", status=404
+                ) from error
+            self._fail(error, "create a sandbox")
+        if self._has_retries:
+            # The user's own calls on the native object keep the SDK's default.
+            sandbox.connection_config.retries = e2b.ConnectionConfig(**self._options).retries
+        return sandbox  # type: ignore[no-any-return]
+
+    async def kill(self, sandbox_id: str) -> bool:
+        """DELETE by id. True: the endpoint took it, which proves nothing. False: a per-id 404, which proves death."""
+        return bool(await self._call("kill a sandbox", self._class.kill, sandbox_id))
+
+    async def info(self, sandbox_id: str) -> RemoteSandbox | None:
+        """What the endpoint says of this id; None for a per-id 404."""
+        try:
+            found = await self._call("look up a sandbox", self._class.get_info, sandbox_id)
+        except BackendError as error:
+            if isinstance(error.__cause__, sdk_errors.NotFoundException):
+                return None
+            raise
+        return _remote(found)
+
+    async def set_timeout(self, sandbox_id: str, seconds: int) -> bool:
+        """Let it live for so many seconds from now. False for a per-id 404."""
+        try:
+            await self._call("extend a sandbox", self._class.set_timeout, sandbox_id, seconds)
+        except BackendError as error:
+            if isinstance(error.__cause__, sdk_errors.NotFoundException):
+                return False
+            raise
+        return True
+
+    async def adopt(self, sandbox_id: str, seconds: int) -> NativeSandbox:
+        """A native object for a sandbox of ours whose create was not answered."""
+        sandbox = await self._call("connect to a sandbox", self._class.connect, sandbox_id, seconds)
+        return sandbox  # type: ignore[no-any-return]
+
+    async def pages(self, metadata: Mapping[str, str] | None = None) -> AsyncIterator[list[RemoteSandbox]]:
+        """Running and paused sandboxes, a page at a time. A clue, never a proof."""
+        states = [e2b.SandboxState.RUNNING, e2b.SandboxState.PAUSED]
+        query = e2b.SandboxQuery(state=states, metadata=dict(metadata) if metadata else None)
+        paginator: Any = self._class.list(query=query, **self._options)
+        while paginator.has_next:
+            page = await self._call_bare("list sandboxes", paginator.next_items)
+            yield [_remote(item) for item in page]
+
+    # -- inside a sandbox -----------------------------------------------------------------------------------
+
+    async def run(
+        self,
+        sandbox: NativeSandbox,
+        command: str,
+        *,
+        on_stdout: Callable[[bytes], object],
+        on_stderr: Callable[[bytes], object],
+        on_start: Callable[[int], object],
+        envs: Mapping[str, str],
+        user: str | None,
+        cwd: str | None,
+        timeout: float,
+    ) -> int:
+        """Run a command and pass on its output as bytes; its exit code, -1 when a signal ended it.
+
+        `timeout` in seconds, 0 for none. Raises DeadlineExceeded, StreamBroken, BackendError.
+        """
+        native: Any = sandbox
+        try:
+            started = native.commands.run(
+                command, background=True, envs=dict(envs), user=user, cwd=cwd, timeout=timeout, **self._sinks(on_stdout, on_stderr)
+            )
+            handle = await started if inspect.isawaitable(started) else started
+            _keep_bytes(handle)
+            on_start(handle.pid)
+            if self._is_async:
+                await handle.wait()
+            else:
+                handle.wait(**self._wait_sinks(on_stdout, on_stderr))
+        except e2b.CommandExitException as ended:
+            return int(ended.exit_code)
+        except Exception as error:
+            if _is_deadline(error):
+                raise DeadlineExceeded from error
+            if type(error) is Exception:  # the SDK's word for "the stream ended without an end event"
+                raise StreamBroken(str(error)) from error
+            self._fail(error, "run a command")
+        return 0
+
+    async def write_file(self, sandbox: NativeSandbox, path: str, data: bytes, user: str | None) -> None:
+        native: Any = sandbox
+        await self._call_bare("write a file", native.files.write, path, data, user=user)
+
+    async def read_file(self, sandbox: NativeSandbox, path: str, user: str | None) -> bytes:
+        """Raises FileNotFoundError when there is none."""
+        native: Any = sandbox
+        try:
+            return bytes(await self._call_bare("read a file", native.files.read, path, format="bytes", user=user))
+        except BackendError as error:
+            if isinstance(error.__cause__, sdk_errors.NotFoundException):
+                raise FileNotFoundError(path) from error
+            raise
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        return await self._call_bare(what, function, *args, **self._options)
+
+    async def _call_bare(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            result = function(*args, **kwargs)
+            return await result if inspect.isawaitable(result) else result
+        except Exception as error:
+            self._fail(error, what)
+
+    def _sinks(self, on_stdout: Callable[[bytes], object], on_stderr: Callable[[bytes], object]) -> dict[str, Any]:
+        return self._wait_sinks(on_stdout, on_stderr) if self._is_async else {}
+
+    @staticmethod
+    def _wait_sinks(on_stdout: Callable[[bytes], object], on_stderr: Callable[[bytes], object]) -> dict[str, Any]:
+        return {
+            "on_stdout": lambda chunk: _ignore(on_stdout(_as_bytes(chunk))),
+            "on_stderr": lambda chunk: _ignore(on_stderr(_as_bytes(chunk))),
+        }
+
+    def _fail(self, error: Exception, what: str) -> NoReturn:
+        """Map a foreign exception by type and status; what is not recognised stays a plain BackendError."""
+        status = getattr(error, "status_code", None)
+        told = f"cannot {what} at {self.endpoint}"
+        if isinstance(error, sdk_errors.AuthenticationException):
+            raise AuthenticationError(
+                f"{told}: the key was refused; check E2B_API_KEY (and that it belongs to this endpoint)", status=401
+            ) from error
+        if isinstance(error, sdk_errors.RateLimitException):
+            raise RateLimitedError(f"{told}: too many requests or sandboxes ({error})") from error
+        if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
+            raise BackendUnavailableError(
+                f"{told}: it cannot be reached; is the URL right and the server running?"
+            ) from error
+        if _ServiceBusy is not None and isinstance(error, _ServiceBusy):
+            raise BackendError(f"{told}: {error}", status=503) from error
+        if isinstance(error, json.JSONDecodeError | KeyError):
+            raise BackendError(f"{told}: it answered what no E2B API answers ({type(error).__name__})") from error
+        raise BackendError(f"{told}: {error}", status=status) from error
+
+
+def is_gone(error: BaseException | None) -> bool:
+    """Whether the SDK itself says that the sandbox is not running (killed, paused or expired)."""
+    return (_NotRunning is not None and isinstance(error, _NotRunning)) or isinstance(
+        error, sdk_errors.SandboxNotFoundException
+    )
+
+
+def _is_deadline(error: Exception) -> bool:
+    other = tuple(kind for kind in (_NotRunning, _Unreachable) if kind is not None)
+    return isinstance(error, sdk_errors.TimeoutException) and not isinstance(error, other)
+
+
+class _Latin1:
+    """A decoder that keeps every byte: one character a byte."""
+
+    def decode(self, data: bytes, final: bool = False) -> str:
+        return data.decode("latin-1")
+
+
+def _keep_bytes(handle: Any) -> None:
+    """Have the SDK's command handle pass bytes through: it would replace what is not UTF-8 for good.
+
+    Nothing has been decoded yet: the sync handle is lazy, and the async one's task has not had its first turn.
+    """
+    for name in ("_stdout_decoder", "_stderr_decoder"):
+        if not hasattr(handle, name):
+            raise BackendError(f"e2b {SDK_VERSION} has no {name} on its command handle: upgrade managed-e2b")
+        setattr(handle, name, _Latin1())
+
+
+def _as_bytes(chunk: str) -> bytes:
+    return chunk.encode("latin-1")
+
+
+def _ignore(_result: object) -> None:
+    """Callbacks of users return what they like; the async SDK would await it."""
+
+
+def _remote(item: Any) -> RemoteSandbox:
+    return RemoteSandbox(
+        sandbox_id=item.sandbox_id,
+        template=item.template_id,
+        state=str(item.state.value),
+        metadata=dict(item.metadata or {}),
+        started_at=_micros(item.started_at),
+        end_at=_micros(item.end_at),
+    )
+
+
+def _micros(moment: datetime) -> int:
+    return int(moment.timestamp() * 1_000_000)

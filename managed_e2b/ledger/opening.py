@@ -1,0 +1,144 @@
+"""Opening a ledger: the path or URL, the schema's version, and the pragmas that make SQLite safe under writers."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Engine, create_engine, event, inspect, select, text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
+
+from ..errors import LedgerError
+
+HEAD = "0001"
+"""The newest revision in `migrations/versions`; a test holds the two together."""
+
+BUSY_TIMEOUT = 30.0
+"""Seconds that a writer waits for another's transaction."""
+
+
+def open_engine(db_path: str | os.PathLike[str]) -> Engine:
+    """An engine on a ledger of this code's version; made or upgraded when it is new or older.
+
+    `db_path` is a file for SQLite, or a URL (`postgresql+psycopg://…`). Raises LedgerError, telling what to do.
+    """
+    url = _url(db_path)
+    engine = _sqlite(url) if url.get_backend_name() == "sqlite" else create_engine(url, pool_pre_ping=True)
+    try:
+        _bring_to_head(engine, url)
+    except (DBAPIError, OSError) as error:
+        engine.dispose()
+        raise LedgerError(_explain(url, error)) from error
+    except LedgerError:
+        engine.dispose()
+        raise
+    return engine
+
+
+def _url(db_path: str | os.PathLike[str]) -> URL:
+    text_ = os.fspath(db_path)
+    if not text_:
+        raise LedgerError("db_path is empty: give a file for SQLite, or a postgresql:// URL")
+    if "://" in text_:
+        try:
+            url = make_url(text_)
+            if url.drivername in ("postgresql", "postgres"):
+                url = url.set(drivername="postgresql+psycopg")
+            url.get_dialect()
+        except (ArgumentError, NoSuchModuleError) as error:
+            raise LedgerError("db_path is not a database URL this can use: sqlite:///FILE or postgresql://…") from error
+        except ModuleNotFoundError as error:
+            raise LedgerError("PostgreSQL needs a driver: pip install 'managed-e2b[postgres]'") from error
+    else:
+        url = URL.create("sqlite", database=text_)
+    if url.get_backend_name() == "sqlite":
+        if not url.database or url.database == ":memory:":
+            raise LedgerError("a ledger must outlive the process: give a file, not an in-memory database")
+        file = Path(url.database)
+        if not file.parent.is_dir():
+            raise LedgerError(f"{file}: its directory {str(file.parent)!r} does not exist; create it first")
+        if file.is_dir():
+            raise LedgerError(f"{file} is a directory: give the file to keep the ledger in")
+    return url
+
+
+def _sqlite(url: URL) -> Engine:
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT, "check_same_thread": False})
+
+    @event.listens_for(engine, "connect")
+    def configure(connection: Any, _record: Any) -> None:
+        connection.isolation_level = None  # we begin transactions ourselves, see `begin`
+        cursor = connection.cursor()
+        cursor.execute("PRAGMA journal_mode=WAL")
+        # A killed process loses nothing; a host's power cut may lose the last commits, which the lease covers.
+        cursor.execute("PRAGMA synchronous=NORMAL")
+        cursor.execute("PRAGMA foreign_keys=ON")
+        cursor.close()
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:
+        # IMMEDIATE: a transaction that reads and then writes never fails in the middle with "database is locked".
+        connection.exec_driver_sql("BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _bring_to_head(engine: Engine, url: URL) -> None:
+    version = _version(engine, url)
+    if version == HEAD:
+        return
+    # Imported here only: opening an up-to-date ledger does not pay for the migration machinery.
+    from alembic import command
+    from alembic.config import Config
+    from alembic.script import ScriptDirectory
+
+    config = Config()
+    config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
+    known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
+    if version is not None and version not in known:
+        raise LedgerError(
+            f"{_name(url)} was written by a newer managed-e2b (schema {version}, this one knows up to {HEAD}): "
+            "upgrade managed-e2b, or give another db_path"
+        )
+    with engine.begin() as connection:
+        if engine.dialect.name == "postgresql":
+            connection.execute(text("SELECT pg_advisory_xact_lock(hashtext('managed-e2b migration'))"))
+        # Another process may have upgraded it while this one waited for the write lock.
+        if _stored_version(connection) == HEAD:
+            return
+        config.attributes["connection"] = connection
+        command.upgrade(config, "head")
+
+
+def _version(engine: Engine, url: URL) -> str | None:
+    with engine.connect() as connection:
+        tables = set(inspect(connection).get_table_names())
+        if "alembic_version" in tables and "sandboxes" in tables:
+            return _stored_version(connection)
+        ours = url.get_backend_name() == "sqlite" and tables
+        if ours or "sandboxes" in tables:
+            raise LedgerError(f"{_name(url)} is a database, but not a managed-e2b ledger: give another db_path")
+        return None
+
+
+def _stored_version(connection: Any) -> str | None:
+    if "alembic_version" not in inspect(connection).get_table_names():
+        return None
+    version = connection.execute(select(text("version_num")).select_from(text("alembic_version"))).scalar()
+    return str(version) if version is not None else None
+
+
+def _name(url: URL) -> str:
+    return url.database or "" if url.get_backend_name() == "sqlite" else url.render_as_string(hide_password=True)
+
+
+def _explain(url: URL, error: Exception) -> str:
+    name = _name(url)
+    cause = str(error.orig) if isinstance(error, DBAPIError) else str(error)
+    if "not a database" in cause:
+        return f"{name} is not a ledger (not an SQLite database): give another db_path"
+    if isinstance(error, OperationalError) and url.get_backend_name() != "sqlite":
+        return f"{name}: the database cannot be reached or refuses; check host, port, user and password"
+    return f"{name}: the ledger cannot be opened ({cause}); check that file and directory are writable"

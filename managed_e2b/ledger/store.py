@@ -1,0 +1,358 @@
+"""Every statement on the ledger. Each change is a compare-and-swap that returns the row; None means 'not so any more'.
+
+An event is appended in the same transaction as the change it tells of.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Row, bindparam, func, insert, or_, select, text, update
+from sqlalchemy.dialects import postgresql, sqlite
+
+from ..models import Host, Owner, SandboxRecord, State
+from ..rules import limits, states
+from ..rules.leases import SECOND
+from .tables import events, owners, rates, sandboxes
+
+Clock = Callable[[], int]
+"""Microseconds UTC."""
+
+
+def host_clock() -> int:
+    """This host's clock, in microseconds UTC."""
+    return time.time_ns() // 1000
+
+
+class Ledger:
+    """The ledger's operations, safe to call from any thread and from any number of processes at once."""
+
+    def __init__(self, engine: Engine, clock: Clock | None = None) -> None:
+        self._engine = engine
+        self._postgres = engine.dialect.name == "postgresql"
+        self._clock = clock or (None if self._postgres else host_clock)
+
+    def close(self) -> None:
+        """Close the connections. The ledger may be used again; it then opens new ones."""
+        self._engine.dispose()
+
+    def now(self) -> int:
+        """The ledger's clock: the database server's on PostgreSQL, this host's on SQLite."""
+        if self._clock is not None:
+            return self._clock()
+        with self._engine.connect() as connection:
+            return self._now(connection)
+
+    # -- owners ---------------------------------------------------------------------------------------------
+
+    def open_owner(self, owner_id: str, host: Host, pid: int, pid_started: int, label: str, stale_after: int) -> None:
+        """Make an owner known. `stale_after` in microseconds."""
+        with self._write() as (connection, now):
+            connection.execute(
+                insert(owners).values(
+                    id=owner_id,
+                    machine_id=host.machine_id,
+                    boot_id=host.boot_id,
+                    pid_namespace=host.pid_namespace,
+                    pid=pid,
+                    pid_started=pid_started,
+                    label=label,
+                    heartbeat=now,
+                    stale_after=stale_after,
+                    opened_at=now,
+                )
+            )
+
+    def beat(self, owner_id: str) -> bool:
+        """Renew an owner's heartbeat. False when it is closed (by itself, or declared dead)."""
+        with self._write() as (connection, now):
+            row = connection.execute(
+                update(owners)
+                .where(owners.c.id == owner_id, owners.c.closed_at.is_(None))
+                .values(heartbeat=now)
+                .returning(owners.c.id)
+            ).first()
+            return row is not None
+
+    def close_owner(self, owner_id: str) -> None:
+        """Say goodbye: the owner is dead from now on, whatever its process does."""
+        with self._write() as (connection, now):
+            connection.execute(
+                update(owners).where(owners.c.id == owner_id, owners.c.closed_at.is_(None)).values(closed_at=now)
+            )
+
+    def owners_with_open_rows(self, account: str) -> list[Owner]:
+        """Owners that have rows of this account which are not terminal."""
+        open_rows = select(sandboxes.c.owner).where(
+            sandboxes.c.account == account, sandboxes.c.state.not_in(states.TERMINAL)
+        )
+        claims = select(sandboxes.c.claimed_by).where(
+            sandboxes.c.account == account, sandboxes.c.state == State.CLEANING, sandboxes.c.claimed_by.is_not(None)
+        )
+        with self._read() as connection:
+            rows = connection.execute(select(owners).where(or_(owners.c.id.in_(open_rows), owners.c.id.in_(claims))))
+            return [_owner(row) for row in rows]
+
+    # -- the path of one sandbox ----------------------------------------------------------------------------
+
+    def enqueue(
+        self,
+        ticket: str,
+        *,
+        owner: str,
+        account: str,
+        source: tuple[str, str],
+        timeout: int,
+        lease: int,
+        metadata: dict[str, str],
+        sdk_version: str,
+    ) -> None:
+        """A place in line, durable before anything is asked of the backend."""
+        with self._write() as (connection, now):
+            connection.execute(
+                insert(sandboxes).values(
+                    ticket=ticket,
+                    account=account,
+                    owner=owner,
+                    state=State.QUEUED,
+                    source_kind=source[0],
+                    source=source[1],
+                    timeout=timeout,
+                    lease=lease,
+                    metadata=metadata,
+                    sdk_version=sdk_version,
+                    queued_at=now,
+                )
+            )
+            _tell(connection, ticket, now, State.QUEUED, owner)
+
+    def turn(self, ticket: str, owner: str, account: str, caps: limits.Caps) -> limits.Go | limits.Wait | None:
+        """Make a queued row `creating` when it is its turn; None when it is not queued any more."""
+        with self._write() as (connection, now):
+            self._serialize(connection, account)
+            me = connection.execute(
+                select(sandboxes.c.queued_at).where(sandboxes.c.ticket == ticket, sandboxes.c.state == State.QUEUED)
+            ).first()
+            if me is None:
+                return None
+            decision = limits.turn(caps, self._load(connection, now, ticket, me.queued_at, owner, account, caps))
+            if isinstance(decision, limits.Go):
+                if caps.create_rate:
+                    self._set_tat(connection, account, decision.tat)
+                connection.execute(
+                    update(sandboxes)
+                    .where(sandboxes.c.ticket == ticket, sandboxes.c.state == State.QUEUED)
+                    .values(state=State.CREATING, creating_at=now)
+                )
+                _tell(connection, ticket, now, State.CREATING, owner)
+            return decision
+
+    def slow_down(self, account: str, seconds: float) -> None:
+        """No create of this account for so long: the endpoint said that it has enough."""
+        with self._write() as (connection, now):
+            self._serialize(connection, account)
+            self._set_tat(connection, account, now + int(seconds * SECOND))
+
+    def running(self, ticket: str, owner: str, sandbox_id: str, *, sent_at: int, remote: int) -> SandboxRecord | None:
+        """The answer came: `remote` seconds of life counted from `sent_at`. None when the row was claimed meanwhile."""
+        record = sandboxes.c
+        return self._swap(
+            ticket,
+            (State.CREATING,),
+            owner,
+            None,
+            state=State.RUNNING,
+            sandbox_id=sandbox_id,
+            remote_expiry=sent_at + remote * SECOND,
+            hard_deadline=sent_at + record.timeout * SECOND,
+            running_at="now",
+        )
+
+    def found(self, ticket: str, sandbox_id: str) -> None:
+        """Note the id of a sandbox that was found by its ticket."""
+        with self._write() as (connection, _now):
+            connection.execute(
+                update(sandboxes)
+                .where(sandboxes.c.ticket == ticket, sandboxes.c.sandbox_id.is_(None))
+                .values(sandbox_id=sandbox_id)
+            )
+
+    def extended(self, ticket: str, remote_expiry: int) -> None:
+        """Note that the backend's timeout was renewed up to `remote_expiry`."""
+        with self._write() as (connection, _now):
+            connection.execute(
+                update(sandboxes)
+                .where(sandboxes.c.ticket == ticket, sandboxes.c.state == State.RUNNING)
+                .values(remote_expiry=remote_expiry)
+            )
+
+    def give_up(self, ticket: str, actor: str, reason: str) -> SandboxRecord | None:
+        """Leave the line: nothing was ever sent for this row."""
+        return self._swap(
+            ticket, (State.QUEUED,), actor, reason, state=State.CLEANED, reason=reason, ended_at="now"
+        )
+
+    def claim(
+        self, ticket: str, claimer: str, reason: str, *, dead: Collection[str] = ()
+    ) -> SandboxRecord | None:
+        """Claim a row for cleaning. None when it is terminal, still queued, or claimed by another that is not `dead`.
+
+        The first reason stays.
+        """
+        c = sandboxes.c
+        mine = or_(c.state != State.CLEANING, c.claimed_by.is_(None), c.claimed_by.in_([claimer, *dead]))
+        return self._swap(
+            ticket,
+            states.CLEANABLE,
+            claimer,
+            reason,
+            mine,
+            state=State.CLEANING,
+            claimed_by=claimer,
+            claimed_at="now",
+            reason=func.coalesce(c.reason, reason),
+            cleaning_at=func.coalesce(c.cleaning_at, bindparam("moment")),
+        )
+
+    def cleaned(self, ticket: str, claimer: str) -> SandboxRecord | None:
+        """Proved dead."""
+        return self._finish(ticket, claimer, State.CLEANED, None)
+
+    def create_failed(self, ticket: str, actor: str, error: str) -> SandboxRecord | None:
+        """Proved that nothing exists."""
+        return self._finish(ticket, actor, State.CREATE_FAILED, error)
+
+    def note(self, ticket: str, error: str) -> None:
+        """Keep the last thing that went wrong with a row."""
+        with self._write() as (connection, _now):
+            connection.execute(update(sandboxes).where(sandboxes.c.ticket == ticket).values(last_error=error))
+
+    # -- reading --------------------------------------------------------------------------------------------
+
+    def record(self, ticket: str) -> SandboxRecord | None:
+        with self._read() as connection:
+            row = connection.execute(select(sandboxes).where(sandboxes.c.ticket == ticket)).first()
+            return None if row is None else _record(row)
+
+    def records(
+        self, *, states_: Collection[State] | None = None, owner: str | None = None, account: str | None = None
+    ) -> list[SandboxRecord]:
+        """Rows in the order in which they joined the line."""
+        query = select(sandboxes).order_by(sandboxes.c.queued_at, sandboxes.c.ticket)
+        if states_ is not None:
+            query = query.where(sandboxes.c.state.in_(states_))
+        if owner is not None:
+            query = query.where(sandboxes.c.owner == owner)
+        if account is not None:
+            query = query.where(sandboxes.c.account == account)
+        with self._read() as connection:
+            return [_record(row) for row in connection.execute(query)]
+
+    def history(self, ticket: str) -> list[tuple[int, State, str, str | None]]:
+        """What happened to a row: (time, state, actor, detail), oldest first."""
+        query = select(events).where(events.c.ticket == ticket).order_by(events.c.id)
+        with self._read() as connection:
+            return [(row.at, State(row.state), row.actor, row.detail) for row in connection.execute(query)]
+
+    # -- inside ---------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _write(self) -> Iterator[tuple[Connection, int]]:
+        with self._engine.begin() as connection:
+            yield connection, self._now(connection)
+
+    @contextmanager
+    def _read(self) -> Iterator[Connection]:
+        with self._engine.connect() as connection:
+            yield connection
+
+    def _now(self, connection: Connection) -> int:
+        if self._clock is not None:
+            return self._clock()
+        statement = text("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
+        return int(connection.execute(statement).scalar_one())
+
+    def _serialize(self, connection: Connection, account: str) -> None:
+        """One turn at a time per account: SQLite's write lock does it, PostgreSQL needs a lock of its own."""
+        if self._postgres:
+            connection.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": f"me2b turn {account}"})
+
+    def _load(
+        self, connection: Connection, now: int, ticket: str, queued_at: int, owner: str, account: str, caps: limits.Caps
+    ) -> limits.Load:
+        c = sandboxes.c
+        slots = c.state.in_(states.SLOT_STATES)
+        own_slots = connection.execute(select(func.count()).where(c.owner == owner, slots)).scalar_one()
+        account_slots = 0
+        if caps.account_limit is not None:
+            account_slots = connection.execute(select(func.count()).where(c.account == account, slots)).scalar_one()
+        older = or_(c.queued_at < queued_at, (c.queued_at == queued_at) & (c.ticket < ticket))
+        ahead = connection.execute(
+            select(func.count()).where(c.owner == owner, c.state == State.QUEUED, older)
+        ).scalar_one()
+        tat = connection.execute(
+            select(rates.c.tat).where(rates.c.account == account, rates.c.name == "create")
+        ).scalar_one_or_none()
+        return limits.Load(now, own_slots, account_slots, ahead, tat or 0)
+
+    def _set_tat(self, connection: Connection, account: str, tat: int) -> None:
+        build = postgresql.insert if self._postgres else sqlite.insert
+        statement = build(rates).values(account=account, name="create", tat=tat)
+        connection.execute(
+            statement.on_conflict_do_update(index_elements=["account", "name"], set_={"tat": statement.excluded.tat})
+        )
+
+    def _finish(self, ticket: str, claimer: str, state: State, error: str | None) -> SandboxRecord | None:
+        values: dict[str, Any] = {"state": state, "ended_at": "now"}
+        if error is not None:
+            values["last_error"] = error
+        c = sandboxes.c
+        mine = or_(c.claimed_by.is_(None), c.claimed_by == claimer)
+        return self._swap(ticket, states.sources(state) - {State.QUEUED}, claimer, error, mine, **values)
+
+    def _swap(
+        self,
+        ticket: str,
+        sources: Collection[State],
+        actor: str,
+        detail: str | None,
+        condition: Any = None,
+        **values: Any,
+    ) -> SandboxRecord | None:
+        """One row from one of `sources` to `values["state"]`, if it is still there; "now" stands for the clock."""
+        with self._write() as (connection, now):
+            filled = {key: now if value == "now" and key.endswith("_at") else value for key, value in values.items()}
+            statement = update(sandboxes).where(sandboxes.c.ticket == ticket, sandboxes.c.state.in_(sources))
+            if condition is not None:
+                statement = statement.where(condition)
+            row = connection.execute(statement.values(**filled).returning(sandboxes), {"moment": now}).first()
+            if row is None:
+                return None
+            _tell(connection, ticket, now, values["state"], actor, detail)
+            return _record(row)
+
+
+def _tell(connection: Connection, ticket: str, at: int, state: State, actor: str, detail: str | None = None) -> None:
+    connection.execute(insert(events).values(ticket=ticket, at=at, state=state, actor=actor, detail=detail))
+
+
+def _record(row: Row[Any]) -> SandboxRecord:
+    values = row._mapping
+    names = SandboxRecord.__dataclass_fields__
+    return SandboxRecord(**{name: State(values[name]) if name == "state" else values[name] for name in names})
+
+
+def _owner(row: Row[Any]) -> Owner:
+    return Owner(
+        id=row.id,
+        host=Host(row.machine_id, row.boot_id, row.pid_namespace),
+        pid=row.pid,
+        pid_started=row.pid_started,
+        label=row.label,
+        heartbeat=row.heartbeat,
+        stale_after=row.stale_after,
+        closed_at=row.closed_at,
+    )
