@@ -26,9 +26,7 @@ LIFE_AFTER_COMMAND = 60
 def run(
     command: Annotated[
         list[str],
-        typer.Argument(
-            metavar="CMD", help="One word is a line for the shell; several are the words of one command."
-        ),
+        typer.Argument(metavar="CMD", help="One word is a line for the shell; several are the words of one command."),
     ],
     template: Annotated[str, typer.Option("--template", "-t", help="The template of the sandbox.")] = "base",
     timeout: Annotated[
