@@ -1,0 +1,77 @@
+"""The control plane as one ASGI application: the key is checked first, every answer is JSON, errors included."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Mapping
+from http import HTTPStatus
+
+from starlette.applications import Starlette
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from managed_e2b.local.api.others import OtherApi
+from managed_e2b.local.api.sandboxes import SandboxApi
+from managed_e2b.local.clock import Clock
+from managed_e2b.local.errors import ApiError
+from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.templates import TemplateCatalog
+
+
+def control_plane(
+    registry: SandboxRegistry, templates: TemplateCatalog, clock: Clock, *, api_key: str, domain: str
+) -> ASGIApp:
+    """The application. `domain`: see SandboxApi."""
+    app = Starlette(
+        routes=[
+            *SandboxApi(registry, templates, clock, domain).routes(),
+            *OtherApi(registry, templates, clock, api_key).routes(),
+        ],
+        exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},
+    )
+    app.router.redirect_slashes = False
+    return ApiKeyCheck(app, api_key)
+
+
+class ApiKeyCheck:
+    """Lets in who has the key: `X-API-KEY`, or `Authorization: Bearer`, as the CLI sends it. `/health` is open."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._api_key = api_key.encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] != "/health" and not self._allowed(Headers(scope=scope)):
+            error = ApiError(401, "Invalid API key: send the server's key as X-API-KEY (`me2b env` prints it)")
+            await error_response(error)(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
+
+    def _allowed(self, headers: Mapping[str, str]) -> bool:
+        scheme, _, bearer = headers.get("authorization", "").partition(" ")
+        given = headers.get("x-api-key", bearer.strip() if scheme.lower() == "bearer" else "")
+        return hmac.compare_digest(given.encode("latin-1", "replace"), self._api_key)
+
+
+def error_response(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, headers=dict(error.headers))
+
+
+async def _api_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error_response(error)
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase
+    message = f"{phrase}: {request.method} {request.url.path}"
+    return error_response(ApiError(error.status_code, message, headers=error.headers or {}))
+
+
+async def _internal_error(request: Request, error: Exception) -> Response:
+    # the details go to the server's log, never to the caller
+    return error_response(ApiError(500, "Internal server error"))

@@ -1,0 +1,92 @@
+"""The endpoints beside sandboxes: templates, teams, the server's own counters, and what is not built yet."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from managed_e2b.local.api import views
+from managed_e2b.local.clock import Clock
+from managed_e2b.local.counters import prometheus_text
+from managed_e2b.local.errors import ApiError, not_built
+from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.templates import TemplateCatalog, split_reference
+
+TEAM_ID = "00000000-0000-4000-8000-000000000001"
+
+NOT_BUILT: tuple[tuple[str, str, list[str]], ...] = (
+    ("/sandboxes/{id}/fork", "Forking a sandbox", ["POST"]),
+    ("/sandboxes/{id}/snapshots", "Making a snapshot", ["POST"]),
+    ("/sandboxes/{id}/network", "Changing a sandbox's network", ["PUT"]),
+    ("/snapshots", "Listing snapshots", ["GET"]),
+    ("/v3/templates", "Building templates", ["POST"]),
+    ("/v2/templates/{id}", "Changing templates", ["PATCH"]),
+    ("/v2/templates/{id}/builds/{build}", "Building templates", ["POST"]),
+    ("/templates", "Building templates", ["POST"]),
+    ("/templates/tags", "Tagging templates", ["POST", "DELETE"]),
+    ("/templates/{id}", "Changing templates", ["POST", "DELETE", "PATCH"]),
+    ("/templates/{id}/tags", "Tagging templates", ["GET"]),
+    ("/templates/{id}/files/{hash}", "Building templates", ["GET"]),
+    ("/templates/{id}/builds/{build}", "Building templates", ["POST"]),
+    ("/templates/{id}/builds/{build}/status", "Building templates", ["GET"]),
+    ("/templates/{id}/builds/{build}/logs", "Building templates", ["GET"]),
+    ("/volumes", "Volumes", ["GET", "POST"]),
+    ("/volumes/{id}", "Volumes", ["GET", "DELETE"]),
+    ("/secrets", "Secrets", ["GET", "POST"]),
+    ("/secrets/{id}", "Secrets", ["GET", "POST", "DELETE"]),
+)
+
+
+class OtherApi:
+    def __init__(self, registry: SandboxRegistry, templates: TemplateCatalog, clock: Clock, api_key: str) -> None:
+        self._registry = registry
+        self._templates = templates
+        self._started = clock.read().wall
+        self._api_key = api_key
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/health", self.health, methods=["GET"]),
+            Route("/me2b/stats", self.stats, methods=["GET"]),
+            Route("/me2b/metrics", self.metrics, methods=["GET"]),
+            Route("/teams", self.teams, methods=["GET"]),
+            Route("/templates", self.templates, methods=["GET"]),
+            Route("/v2/templates", self.templates, methods=["GET"]),
+            Route("/templates/aliases/{alias:path}", self.template_alias, methods=["GET"]),
+            *(Route(path, _not_built(what), methods=methods) for path, what, methods in NOT_BUILT),
+        ]
+
+    async def health(self, request: Request) -> Response:
+        return Response(status_code=204)
+
+    async def stats(self, request: Request) -> Response:
+        return JSONResponse(self._registry.counters.as_dict())
+
+    async def metrics(self, request: Request) -> Response:
+        text = prometheus_text(self._registry.counters)
+        return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    async def teams(self, request: Request) -> Response:
+        """One team. Its key is the one the caller just proved to have."""
+        return JSONResponse([{"teamID": TEAM_ID, "name": "local", "apiKey": self._api_key, "isDefault": True}])
+
+    async def templates(self, request: Request) -> Response:
+        created = self._registry.counters.created
+        return JSONResponse([views.template(item, self._started, created) for item in self._templates])
+
+    async def template_alias(self, request: Request) -> Response:
+        name, _ = split_reference(request.path_params["alias"])
+        template = self._templates.find(name)
+        if template is None:
+            raise ApiError(404, f"template '{name}' not found")
+        return JSONResponse({"templateID": template.template_id, "public": False})
+
+
+def _not_built(what: str) -> Callable[[Request], Awaitable[Response]]:
+    async def endpoint(request: Request) -> Response:
+        raise not_built(what)
+
+    return endpoint

@@ -1,0 +1,243 @@
+"""The endpoints of sandboxes: read the request, ask the registry, show the answer."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from managed_e2b.local import lifetime
+from managed_e2b.local.api import schemas, views
+from managed_e2b.local.clock import Clock
+from managed_e2b.local.errors import ApiError, bad_request, not_built, sandbox_not_found
+from managed_e2b.local.idempotency import IdempotencyStore, check_key
+from managed_e2b.local.listing import Query, parse_metadata, parse_query, select
+from managed_e2b.local.model import Sandbox, SandboxSpec
+from managed_e2b.local.runtime.base import GuestGone
+from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.templates import TemplateCatalog
+
+NOT_BUILT_NETWORK = ("egressProxy", "rules", "httpsPorts")
+"""Network options that would change what traffic means; accepting them in silence would be a lie."""
+
+MAX_METRICS_IDS = 100
+
+
+class SandboxApi:
+    """`domain` is what answers name as the sandboxes' domain: `localhost:<port>` of this server."""
+
+    def __init__(self, registry: SandboxRegistry, templates: TemplateCatalog, clock: Clock, domain: str) -> None:
+        self._registry = registry
+        self._templates = templates
+        self._clock = clock
+        self._domain = domain
+        self._answers: IdempotencyStore[dict[str, Any]] = IdempotencyStore(clock)
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/sandboxes", self.create_v1, methods=["POST"]),
+            Route("/sandboxes", self.list_v1, methods=["GET"]),
+            Route("/sandboxes/metrics", self.metrics_of_many, methods=["GET"]),
+            Route("/v2/sandboxes", self.create_v2, methods=["POST"]),
+            Route("/v2/sandboxes", self.list_v2, methods=["GET"]),
+            Route("/sandboxes/{id}", self.info, methods=["GET"]),
+            Route("/sandboxes/{id}", self.kill, methods=["DELETE"]),
+            Route("/sandboxes/{id}/timeout", self.set_timeout, methods=["POST"]),
+            Route("/sandboxes/{id}/refreshes", self.refresh, methods=["POST"]),
+            Route("/sandboxes/{id}/pause", self.pause, methods=["POST"]),
+            Route("/sandboxes/{id}/resume", self.resume, methods=["POST"]),
+            Route("/sandboxes/{id}/connect", self.connect_v1, methods=["POST"]),
+            Route("/v2/sandboxes/{id}/connect", self.connect_v2, methods=["POST"]),
+            Route("/sandboxes/{id}/metrics", self.metrics, methods=["GET"]),
+            Route("/sandboxes/{id}/logs", self.logs_v1, methods=["GET"]),
+            Route("/v2/sandboxes/{id}/logs", self.logs_v2, methods=["GET"]),
+        ]
+
+    # --- create
+
+    async def create_v1(self, request: Request) -> Response:
+        body = await schemas.read_body(request, schemas.NewSandbox)
+        return await self._create(request, body, default_timeout=lifetime.DEFAULT_TIMEOUT_V1, secure=body.secure)
+
+    async def create_v2(self, request: Request) -> Response:
+        body = await schemas.read_body(request, schemas.NewSandbox)
+        return await self._create(request, body, default_timeout=lifetime.DEFAULT_TIMEOUT, secure=True)
+
+    async def _create(
+        self, request: Request, body: schemas.NewSandbox, *, default_timeout: int, secure: bool
+    ) -> Response:
+        key = request.headers.get("idempotency-key")
+        if key is not None:
+            check_key(key)
+        spec = self._spec(body, default_timeout, secure)
+
+        async def effect() -> dict[str, Any]:
+            return views.sandbox(await self._registry.create(spec), self._domain)
+
+        if key is None:
+            return JSONResponse(await effect(), 201)
+        # the server has one API key, so the key's scope is the server
+        asked = (request.url.path, body.model_dump_json())
+        return JSONResponse(await self._answers.run(key, asked, effect), 201)
+
+    def _spec(self, body: schemas.NewSandbox, default_timeout: int, secure: bool) -> SandboxSpec:
+        template = self._templates.resolve(body.template_id)
+        auto_resume = body.auto_resume is not None and body.auto_resume.enabled
+        if not body.auto_pause_memory:
+            if not body.auto_pause or auto_resume:
+                raise bad_request("autoPauseMemory: false needs autoPause and excludes autoResume")
+            raise not_built("A pause that keeps the filesystem only")
+        for name in body.env_vars or {}:
+            if not name or "=" in name or "\0" in name + (body.env_vars or {})[name]:
+                raise bad_request("Invalid envVars: a name must not be empty or hold '=', nothing may hold a NUL")
+        if body.volume_mounts:
+            raise not_built("Mounting volumes")
+        if body.iam and body.iam.get("tokens"):
+            raise not_built("Workload identity (iam)")
+        network = body.network
+        if network is not None:
+            for option in NOT_BUILT_NETWORK:
+                if (network.model_extra or {}).get(option):
+                    raise not_built(f"The network option {option}")
+        return SandboxSpec(
+            template_id=template.template_id,
+            alias=template.alias,
+            timeout=lifetime.timeout_for_create(body.timeout, default_timeout),
+            secure=secure,
+            metadata=body.metadata or {},
+            env_vars=body.env_vars or {},
+            auto_pause=body.auto_pause,
+            auto_resume=auto_resume,
+            allow_internet_access=body.allow_internet_access,
+            network=network.model_dump(by_alias=True, exclude_unset=True) if network is not None else None,
+            public_traffic=network.allow_public_traffic if network is not None else True,
+            mask_request_host=network.mask_request_host if network is not None else None,
+        )
+
+    # --- lists
+
+    async def list_v1(self, request: Request) -> Response:
+        metadata = parse_metadata(request.query_params.get("metadata", ""))
+        page = select(self._registry, Query(states=frozenset({"running"}), metadata=metadata, limit=None))
+        return JSONResponse([views.listed(box) for box in page.items])
+
+    async def list_v2(self, request: Request) -> Response:
+        page = select(self._registry, parse_query(request.query_params))
+        running = sum(1 for box in self._registry if box.shown_state == "running")
+        headers = {"X-Total-Running": str(running)}
+        if page.next_token is not None:
+            headers["X-Next-Token"] = page.next_token
+        return JSONResponse([views.listed(box) for box in page.items], headers=headers)
+
+    # --- one sandbox
+
+    async def info(self, request: Request) -> Response:
+        return JSONResponse(views.detail(await self._registry.get(_id(request)), self._domain))
+
+    async def kill(self, request: Request) -> Response:
+        await self._registry.kill(_id(request))
+        return Response(status_code=204)
+
+    async def set_timeout(self, request: Request) -> Response:
+        body = await schemas.read_body(request, schemas.SetTimeout)
+        await self._registry.set_timeout(_id(request), body.timeout)
+        return Response(status_code=204)
+
+    async def refresh(self, request: Request) -> Response:
+        body = await schemas.read_body(request, schemas.Refresh)
+        await self._registry.refresh(_id(request), max(body.duration or 0, lifetime.MINIMUM_REFRESH))
+        return Response(status_code=204)
+
+    async def pause(self, request: Request) -> Response:
+        body = await schemas.read_body(request, schemas.PauseSandbox)
+        if not body.memory:
+            await self._registry.get(_id(request))
+            raise not_built("A pause that keeps the filesystem only")
+        await self._registry.pause(_id(request))
+        return Response(status_code=204)
+
+    async def connect_v1(self, request: Request) -> Response:
+        body = await schemas.read_body(request, schemas.ConnectSandboxV1)
+        return await self._connect(request, body.timeout, body.memory)
+
+    async def connect_v2(self, request: Request) -> Response:
+        body = await schemas.read_body(request, schemas.ConnectSandbox)
+        return await self._connect(request, body.timeout, body.memory)
+
+    async def _connect(self, request: Request, asked: int | None, memory: bool) -> Response:
+        seconds = lifetime.timeout_for_connect(asked)
+        if not memory and (await self._registry.get(_id(request))).shown_state == "paused":
+            raise not_built("Resuming from the filesystem only")
+        box, resumed = await self._registry.connect(_id(request), seconds)
+        return JSONResponse(views.sandbox(box, self._domain), 201 if resumed else 200)
+
+    async def resume(self, request: Request) -> Response:
+        """Deprecated upstream: like connect, but a running sandbox is a conflict."""
+        body = await schemas.read_body(request, schemas.ResumeSandbox)
+        seconds = lifetime.timeout_for_create(body.timeout, lifetime.DEFAULT_TIMEOUT_V1)
+        if not body.memory:
+            raise not_built("Resuming from the filesystem only")
+        box = await self._registry.get(_id(request))
+        if box.shown_state == "running":
+            raise ApiError(409, f"Sandbox {box.sandbox_id} is already running")
+        box, _ = await self._registry.connect(box.sandbox_id, seconds)
+        return JSONResponse(views.sandbox(box, self._domain), 201)
+
+    # --- what it uses and says
+
+    async def metrics(self, request: Request) -> Response:
+        """One sample, taken now, when now is in the range asked for: no history is kept."""
+        start, end = (_seconds(request, name) for name in ("start", "end"))
+        sample = await self._sample(await self._registry.get(_id(request)))
+        if sample is None or not (start or 0) <= sample["timestampUnix"] <= (end or sample["timestampUnix"]):
+            return JSONResponse([])
+        return JSONResponse([sample])
+
+    async def metrics_of_many(self, request: Request) -> Response:
+        ids = [i for i in request.query_params.get("sandbox_ids", "").split(",") if i]
+        if len(ids) > MAX_METRICS_IDS:
+            raise bad_request(f"Too many sandbox_ids, at most {MAX_METRICS_IDS}")
+        boxes = [box for box in map(self._registry.find, map(_short, ids)) if box is not None]
+        samples = await asyncio.gather(*(self._sample(box) for box in boxes))
+        found = {box.sandbox_id: sample for box, sample in zip(boxes, samples, strict=True) if sample is not None}
+        return JSONResponse({"sandboxes": found})
+
+    async def _sample(self, box: Sandbox) -> dict[str, Any] | None:
+        try:
+            return views.metric(await box.guest.usage(), self._clock.read().wall)
+        except GuestGone:
+            return None
+
+    async def logs_v1(self, request: Request) -> Response:
+        """Empty: envd's own log lines are not kept here."""
+        await self._registry.get(_id(request))
+        return JSONResponse({"logs": [], "logEntries": []})
+
+    async def logs_v2(self, request: Request) -> Response:
+        await self._registry.get(_id(request))
+        return JSONResponse({"logs": []})
+
+
+def _short(sandbox_id: str) -> str:
+    """Old clients write `<sandbox id>-<client id>`."""
+    return sandbox_id.partition("-")[0]
+
+
+def _id(request: Request) -> str:
+    sandbox_id = _short(request.path_params["id"])
+    if not re.fullmatch(r"[a-z0-9]{1,64}", sandbox_id):
+        raise sandbox_not_found(sandbox_id[:64])
+    return sandbox_id
+
+
+def _seconds(request: Request, name: str) -> int | None:
+    raw = request.query_params.get(name)
+    if raw is None:
+        return None
+    if not re.fullmatch(r"[0-9]{1,12}", raw):
+        raise bad_request(f"Invalid {name}, expected Unix seconds")
+    return int(raw)

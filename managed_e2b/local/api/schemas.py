@@ -1,0 +1,107 @@
+"""The request bodies of the control plane. Unknown fields are ignored, as upstream does; types are strict."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic.alias_generators import to_camel
+from starlette.requests import Request
+
+from managed_e2b.local.errors import ApiError, bad_request
+
+MAX_BODY = 1024 * 1024
+"""Bytes of a request body; larger ones are refused before they are read."""
+
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(strict=True, alias_generator=to_camel, hide_input_in_errors=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_is_absent(cls, data: Any) -> Any:
+        return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
+
+
+class AutoResume(_Body):
+    enabled: bool
+
+
+class Network(_Body):
+    """What of the network options has a meaning where nothing gets out: who may come in."""
+
+    model_config = ConfigDict(extra="allow")
+
+    allow_public_traffic: bool = True
+    mask_request_host: str | None = None
+
+
+class NewSandbox(_Body):
+    """Create. v1 has `secure` and another default timeout; the rest is v2."""
+
+    template_id: Annotated[str, Field(alias="templateID", max_length=512)]
+    timeout: Int32 | None = None
+    auto_pause: bool = False
+    auto_pause_memory: bool = True
+    auto_resume: AutoResume | None = None
+    secure: bool = False
+    allow_internet_access: Annotated[bool | None, Field(alias="allow_internet_access")] = None
+    network: Network | None = None
+    metadata: dict[str, str] | None = None
+    env_vars: dict[str, str] | None = None
+    mcp: dict[str, Any] | None = None
+    iam: dict[str, Any] | None = None
+    volume_mounts: list[dict[str, Any]] | None = None
+
+
+class ConnectSandbox(_Body):
+    timeout: Int32 | None = None
+    memory: bool = True
+
+
+class ConnectSandboxV1(_Body):
+    timeout: Int32
+    memory: bool = True
+
+
+class PauseSandbox(_Body):
+    memory: bool = True
+    require_healthy_guest: bool = False
+
+
+class ResumeSandbox(_Body):
+    timeout: Int32 | None = None
+    auto_pause: bool | None = None
+    memory: bool = True
+
+
+class SetTimeout(_Body):
+    timeout: Int32
+
+
+class Refresh(_Body):
+    duration: Annotated[int, Field(ge=0, le=3600)] | None = None
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+async def read_body(request: Request, model: type[M]) -> M:
+    """The request's body as `model`; an empty one counts as `{}`. Raises ApiError: 400, or 413 for one too large."""
+    raw = b""
+    async for chunk in request.stream():
+        raw += chunk
+        if len(raw) > MAX_BODY:
+            raise ApiError(413, f"Request body is larger than {MAX_BODY} bytes", headers={"Connection": "close"})
+    try:
+        return model.model_validate_json(raw.strip() or b"{}")
+    except ValidationError as error:
+        raise bad_request(_explain(error)) from None  # the cause holds the input, which may hold secrets
+
+
+def _explain(error: ValidationError) -> str:
+    problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    place = ".".join(str(part) for part in problem["loc"])
+    return f"Invalid request body: {place + ': ' if place else ''}{problem['msg']}"

@@ -1,0 +1,129 @@
+"""The one origin: sends each request to the control plane, to a sandbox's envd, or to a port of a sandbox.
+
+The answers for a sandbox that is not there, or a port that is closed, are upstream's gateway's, word by word: the
+SDKs tell `SandboxNotRunningException` from `SandboxUnreachableException` by these texts.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import Any, Protocol
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from managed_e2b.local.api.app import error_response
+from managed_e2b.local.errors import ApiError
+from managed_e2b.local.model import ENVD_PORT, Sandbox, State
+from managed_e2b.local.portproxy import PortClosed, proxy
+from managed_e2b.local.routing import ToControlPlane, ToSandbox, ToSigned, route
+from managed_e2b.local.runtime.base import GuestGone
+from managed_e2b.local.sandboxes import SandboxRegistry
+
+TRAFFIC_TOKEN_HEADER = "e2b-traffic-access-token"  # the name of a header, no secret
+
+
+class SignatureMatches(Protocol):
+    def __call__(
+        self, token: str, path: str, operation: str, username: str, expiration: str | None, signature: str, /
+    ) -> bool: ...
+
+
+class Gateway:
+    """The server's ASGI application."""
+
+    def __init__(self, registry: SandboxRegistry, control_plane: ASGIApp, signature_matches: SignatureMatches) -> None:
+        self._registry = registry
+        self._control_plane = control_plane
+        self._signature_matches = signature_matches
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise RuntimeError(f"the gateway does not speak {scope['type']}")
+        try:
+            target, scope = route(scope)
+            if isinstance(target, ToControlPlane):
+                await self._control_plane(scope, receive, send)
+                return
+            if isinstance(target, ToSigned):
+                target = self._signer(target)
+        except ApiError as error:
+            await error_response(error)(scope, receive, send)
+            return
+        await self._to_sandbox(target, scope, receive, send)
+
+    def _signer(self, signed: ToSigned) -> ToSandbox:
+        """The sandbox whose token made the signature. Whether it still counts, its envd decides."""
+        for sandbox in self._registry:
+            if sandbox.access_token is not None and self._signature_matches(
+                sandbox.access_token,
+                signed.path,
+                signed.operation,
+                signed.username,
+                signed.expiration,
+                signed.signature,
+            ):
+                return ToSandbox(sandbox.sandbox_id, ENVD_PORT)
+        raise ApiError(401, "invalid signature")
+
+    async def _to_sandbox(self, target: ToSandbox, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal started
+            started = True
+            await send(message)
+
+        try:
+            refusal = await self._forward(target, scope, receive, watched_send)
+        except (GuestGone, PortClosed) as error:
+            if started:
+                raise  # the server cuts the connection: a clean end would be a lie
+            refusal = _closed(target) if isinstance(error, PortClosed) else _not_found(target)
+        if refusal is not None:
+            await refusal(scope, receive, send)
+
+    async def _forward(self, target: ToSandbox, scope: Scope, receive: Receive, send: Send) -> Response | None:
+        """Serve the request, or return the answer that refuses it."""
+        sandbox = self._registry.find(target.sandbox_id)
+        if sandbox is None:
+            return _not_found(target)
+        headers = Headers(scope=scope)
+        if target.port != ENVD_PORT and not _token_fits(sandbox.traffic_token, headers.get(TRAFFIC_TOKEN_HEADER)):
+            return _answer(target, 403, f"The sandbox's ports need its token in the header {TRAFFIC_TOKEN_HEADER}")
+        if not sandbox.is_in(State.RUNNING) and not await self._wake(sandbox, target, headers):
+            return _not_found(target)
+        if target.port == ENVD_PORT:
+            await sandbox.envd(scope, receive, send)
+        else:
+            await proxy(sandbox, target.port, scope, receive, send)
+        return None
+
+    async def _wake(self, sandbox: Sandbox, target: ToSandbox, headers: Headers) -> bool:
+        """Resume a sandbox that wants to be resumed by traffic; for envd's the caller must have its token."""
+        if not sandbox.spec.auto_resume:
+            return False
+        if target.port == ENVD_PORT and not _token_fits(sandbox.access_token, headers.get("x-access-token")):
+            return False
+        try:
+            await self._registry.connect(sandbox.sandbox_id, sandbox.spec.timeout)
+        except ApiError:
+            return False
+        return True
+
+
+def _token_fits(token: str | None, given: str | None) -> bool:
+    return token is None or hmac.compare_digest((given or "").encode(), token.encode())
+
+
+def _not_found(target: ToSandbox) -> Response:
+    return _answer(target, 502, "The sandbox was not found")
+
+
+def _closed(target: ToSandbox) -> Response:
+    return _answer(target, 502, "The sandbox is running but port is not open", port=target.port)
+
+
+def _answer(target: ToSandbox, status: int, message: str, **more: Any) -> Response:
+    return JSONResponse({"sandboxId": target.sandbox_id, "message": message, "code": status, **more}, status)

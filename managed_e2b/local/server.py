@@ -1,0 +1,211 @@
+"""The local server: one runtime, one registry, one HTTP listener on the loopback address."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import uvicorn
+
+from managed_e2b.local import keys
+from managed_e2b.local.api.app import control_plane
+from managed_e2b.local.clock import Clock, SystemClock
+from managed_e2b.local.envd.app import Envd
+from managed_e2b.local.envd.signatures import signature_matches
+from managed_e2b.local.gateway import Gateway
+from managed_e2b.local.model import EnvdFactory
+from managed_e2b.local.runtime.base import Runtime
+from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.templates import TemplateCatalog
+
+log = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+KEEP_ALIVE = 620
+"""Seconds an idle connection is kept: longer than any client keeps it (300), so that no request meets a closing one."""
+GRACE = 5
+"""Seconds that requests under way get at the end."""
+
+
+class LocalServer:
+    """An E2B-compatible server of this process.
+
+    `port` 0 takes a free one. `api_key` None: one is made. `data_dir` is where sandboxes keep their files while they
+    live (None: the runtime's choice). `runtime` None: bubblewrap. Nothing is done before `start`.
+    """
+
+    def __init__(
+        self,
+        port: int = 0,
+        api_key: str | None = None,
+        data_dir: Path | None = None,
+        runtime: Runtime | None = None,
+        *,
+        envd: EnvdFactory = Envd,
+        clock: Clock | None = None,
+    ) -> None:
+        self._port = port
+        self._data_dir = data_dir
+        self._runtime = runtime
+        self._envd = envd
+        self._clock = clock or SystemClock()
+        self._http: _Http | None = None
+        self._serving: asyncio.Task[None] | None = None
+        self._registry: SandboxRegistry | None = None
+        self.api_key = api_key or keys.new_api_key()
+        self.url = ""
+        """`http://127.0.0.1:<port>`, once started."""
+
+    @property
+    def registry(self) -> SandboxRegistry:
+        """The sandboxes, once started."""
+        if self._registry is None:
+            raise RuntimeError("the server is not started")
+        return self._registry
+
+    async def start(self) -> None:
+        """Listen, and make sandboxes possible. Raises OSError (the port), RuntimeUnavailable (the host)."""
+        listener = _listen(self._port)
+        try:
+            self._runtime = self._runtime or _default_runtime(self._data_dir)
+            await self._runtime.start()
+        except BaseException:
+            listener.close()
+            raise
+        port = listener.getsockname()[1]
+        self.url = f"http://{HOST}:{port}"
+        self._registry = SandboxRegistry(self._runtime, self._envd, clock=self._clock)
+        self._http = _Http(self._application(port))
+        self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
+        await self._http.ready(self._serving)
+
+    def _application(self, port: int) -> Gateway:
+        api = control_plane(
+            self.registry, TemplateCatalog(), self._clock, api_key=self.api_key, domain=f"localhost:{port}"
+        )
+        return Gateway(self.registry, api, signature_matches)
+
+    async def serve_forever(self) -> None:
+        """Return when the server has been closed."""
+        if self._serving is None:
+            raise RuntimeError("the server is not started")
+        await asyncio.wait([self._serving])
+        self._serving.result()
+
+    async def close(self) -> None:
+        """Kill all sandboxes and stop listening. May be called again."""
+        try:
+            if self._registry is not None:
+                await self._registry.close()
+        finally:
+            if self._http is not None and self._serving is not None:
+                self._http.should_exit = True
+                await asyncio.wait([self._serving])
+            if self._runtime is not None:
+                await self._runtime.close()
+
+    async def __aenter__(self) -> LocalServer:
+        await self.start()
+        return self
+
+    async def __aexit__(self, *exc_info: object) -> None:
+        await self.close()
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its signal handlers: what a signal means is the program's business, not the library's."""
+
+    def __init__(self, app: Gateway) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http="h11",  # the parser that keeps absolute-form targets whole
+                ws="none",
+                lifespan="off",
+                access_log=False,  # signed URLs must not be written down
+                log_config=None,
+                server_header=False,
+                date_header=False,  # a proxied answer brings its own
+                proxy_headers=False,
+                timeout_keep_alive=KEEP_ALIVE,
+                timeout_graceful_shutdown=GRACE,
+            )
+        )
+        self._started = asyncio.Event()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets=sockets)
+        self._started.set()
+
+    async def ready(self, serving: asyncio.Task[None]) -> None:
+        """Return when it listens; raise what kept it from that."""
+        started = asyncio.create_task(self._started.wait())
+        try:
+            await asyncio.wait((started, serving), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            started.cancel()
+        if serving.done():
+            serving.result()
+
+
+def _listen(port: int) -> socket.socket:
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((HOST, port))
+        listener.listen(2048)  # a burst of a thousand clients must not meet a refused connection
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _default_runtime(data_dir: Path | None) -> Runtime:
+    from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
+
+    return BubblewrapRuntime(data_dir=data_dir)
+
+
+def run_server(
+    port: int, *, data_dir: Path | None = None, announce: Callable[[LocalServer], None] | None = None
+) -> None:
+    """Serve until SIGTERM or SIGINT, then kill all sandboxes and return: `me2b serve`.
+
+    The key is E2B_API_KEY when that is set, else a new one; `keys.state_file()` tells the user's other programs.
+    `announce` is called once the server listens. Raises OSError (the port, the state file), RuntimeUnavailable.
+    """
+    asyncio.run(_run(LocalServer(port, keys.choose_api_key(os.environ), data_dir), announce))
+
+
+async def _run(server: LocalServer, announce: Callable[[LocalServer], None] | None) -> None:
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    path = keys.state_file()
+    try:
+        await server.start()
+        keys.write_state(path, keys.ServerState(server.url, server.api_key, os.getpid()))
+        log.info("listening on %s", server.url)
+        if announce is not None:
+            announce(server)
+        stopping = asyncio.create_task(stop.wait())
+        serving = asyncio.create_task(server.serve_forever())
+        await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        stopping.cancel()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)  # a second one ends it at once
+        keys.remove_state(path, os.getpid())
+        await server.close()
