@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from http import HTTPStatus
 
+from e2b.envd.filesystem.filesystem_connect import FilesystemASGIApplication
 from e2b.envd.process.process_connect import ProcessASGIApplication
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from managed_e2b.local.envd.auth import UNAUTHORIZED, token_accepted
 from managed_e2b.local.envd.context import EnvdContext
+from managed_e2b.local.envd.files import files_endpoint
+from managed_e2b.local.envd.filesystem import FilesystemService
 from managed_e2b.local.envd.process import ProcessService
 from managed_e2b.local.envd.streams import Calls
 from managed_e2b.local.runtime.base import GuestGone
@@ -33,7 +37,9 @@ class Envd:
         self._ctx = ctx
         self._calls = Calls()
         self.processes = ProcessService(ctx)
+        self.filesystem = FilesystemService(ctx)
         self._process_app = ProcessASGIApplication(self.processes, read_max_bytes=MESSAGE_LIMIT)
+        self._filesystem_app = FilesystemASGIApplication(self.filesystem)
         self._plain: dict[str, Callable[[], Awaitable[Response]]] = {"/metrics": self._metrics, "/envs": self._envs}
         self._watcher = asyncio.create_task(self._watch_sandbox())
 
@@ -48,10 +54,16 @@ class Envd:
         path = scope["path"]
         if path == "/health":
             response = _only_get(scope) or Response(status_code=HTTPStatus.NO_CONTENT)
+        elif path == "/files":  # takes a signature in place of the token, and so does its own authentication
+            await self._calls.serve(partial(files_endpoint, self._ctx), scope, receive, send)
+            return
         elif not token_accepted(self._ctx.access_token, scope["headers"]):
             response = error_response(HTTPStatus.UNAUTHORIZED, UNAUTHORIZED)
         elif path.startswith("/process.Process/"):
             await self._calls.serve(self._process_app, scope, receive, send)
+            return
+        elif path.startswith("/filesystem.Filesystem/"):
+            await self._calls.serve(self._filesystem_app, scope, receive, send)
             return
         elif path in self._plain:
             response = _only_get(scope) or await self._plain[path]()
@@ -71,6 +83,7 @@ class Envd:
         await self._ctx.guest.dead.wait()
         await self.abort(f"the connection to sandbox {self._ctx.sandbox_id} ended before the stream completed")
         self.processes.close()
+        self.filesystem.close()
 
     async def _metrics(self) -> Response:
         try:
