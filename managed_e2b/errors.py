@@ -139,3 +139,18 @@ class PrewarmError(Me2bError):
 
 class TosError(Me2bError):
     """A bucket could not be mounted."""
+
+
+# -- signals between rooms: the engine turns them into results or into one of the above ---------------------
+
+
+class DeadlineExceeded(BackendError):
+    """A command's own timeout passed."""
+
+
+class StreamBroken(BackendError):
+    """A command's stream ended without telling how the command ended."""
+
+
+class SandboxNotRunning(BackendError):
+    """The gateway in front of a sandbox says that it does not run (killed, paused or expired)."""

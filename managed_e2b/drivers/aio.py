@@ -18,10 +18,11 @@ _LEDGER_THREADS = 4
 
 
 class AioDriver:
-    """See `base.Driver`. It is bound to no event loop: each call uses the loop that runs it."""
+    """See `engine.driver.Driver`. It is bound to no event loop: each call uses the loop that runs it."""
 
-    def __init__(self, sdk: Sdk) -> None:
+    def __init__(self, sdk: Sdk, wakeup: Wakeup) -> None:
         self.sdk = sdk
+        self._wakeup = wakeup
         self._background = Background()
         self._pool = ThreadPoolExecutor(_LEDGER_THREADS, thread_name_prefix="me2b-ledger")
 
@@ -32,21 +33,24 @@ class AioDriver:
             raise cancelled
         return future.result()
 
-    async def wait(self, wakeup: Wakeup, timeout: float) -> None:
+    async def wait(self, timeout: float) -> None:
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
         def wake() -> None:
             _tell(loop, woken.set)
 
-        wakeup.subscribe(wake)
+        self._wakeup.subscribe(wake)
         try:
             async with asyncio.timeout(timeout):
                 await woken.wait()
         except TimeoutError:
             return
         finally:
-            wakeup.unsubscribe(wake)
+            self._wakeup.unsubscribe(wake)
+
+    def notify(self) -> None:
+        self._wakeup.notify()
 
     async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         future = self._background.start(function, *args, **kwargs)

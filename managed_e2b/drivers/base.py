@@ -1,9 +1,4 @@
-"""What really differs between sync and async, and nothing more.
-
-The engine is written once as `async def` and suspends only through a driver. `AioDriver` really awaits;
-every awaitable of `BlockingDriver` has finished before it returns, so that `run` drives a coroutine of the
-engine to its end in one step, on the caller's own thread.
-"""
+"""What both drivers share. Their contract is `engine.driver.Driver`."""
 
 from __future__ import annotations
 
@@ -11,9 +6,7 @@ import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, ParamSpec, Protocol, TypeVar
-
-from .sdk import Sdk
+from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -39,34 +32,6 @@ class Wakeup:
             callbacks = tuple(self._callbacks)
         for callback in callbacks:
             callback()
-
-
-class Driver(Protocol):
-    """How the engine waits. One instance serves one lifecycle."""
-
-    sdk: Sdk
-
-    async def ledger(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run a short blocking function. Once begun it is never abandoned: a cancellation is raised after its end."""
-        ...
-
-    async def wait(self, wakeup: Wakeup, timeout: float) -> None:
-        """Wait until `wakeup` is notified or `timeout` seconds have passed, whichever is first."""
-        ...
-
-    async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        """Run cleanup that nothing interrupts, on a thread of its own, and wait for its end.
-
-        It takes a blocking callable, never a coroutine: a loop that is being torn down cancels every task it
-        has, cleanup included, but cannot cancel a thread. Cancellations and Ctrl-C that arrive meanwhile are
-        remembered; the last one is raised when the cleanup is done, or `CANCEL_GRACE` seconds after it came:
-        the cleanup then goes on in the background, and `join` waits for it.
-        """
-        ...
-
-    def join(self, timeout: float) -> bool:
-        """Wait (blocking) up to `timeout` seconds for cleanup that goes on in the background; whether all ended."""
-        ...
 
 
 CANCEL_GRACE = 0.08

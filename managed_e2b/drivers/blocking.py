@@ -17,22 +17,26 @@ T = TypeVar("T")
 
 
 class BlockingDriver:
-    """See `base.Driver`. It may be used from many threads at once."""
+    """See `engine.driver.Driver`. It may be used from many threads at once."""
 
-    def __init__(self, sdk: Sdk) -> None:
+    def __init__(self, sdk: Sdk, wakeup: Wakeup) -> None:
         self.sdk = sdk
+        self._wakeup = wakeup
         self._background = Background()
 
     async def ledger(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
-    async def wait(self, wakeup: Wakeup, timeout: float) -> None:
+    async def wait(self, timeout: float) -> None:
         woken = threading.Event()
-        wakeup.subscribe(woken.set)
+        self._wakeup.subscribe(woken.set)
         try:
             woken.wait(timeout)
         finally:
-            wakeup.unsubscribe(woken.set)
+            self._wakeup.unsubscribe(woken.set)
+
+    def notify(self) -> None:
+        self._wakeup.notify()
 
     async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         future: Future[T] | None = None

@@ -11,7 +11,7 @@ import json
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from importlib.metadata import version
-from typing import Any, NoReturn
+from typing import Any
 
 import e2b
 import httpx
@@ -21,7 +21,10 @@ from ..errors import (
     AuthenticationError,
     BackendError,
     BackendUnavailableError,
+    DeadlineExceeded,
     RateLimitedError,
+    SandboxNotRunning,
+    StreamBroken,
     TemplateNotFoundError,
 )
 from ..models import RemoteSandbox
@@ -35,14 +38,6 @@ NativeSandbox = e2b.Sandbox | e2b.AsyncSandbox
 _NotRunning: type[Exception] | None = getattr(sdk_errors, "SandboxNotRunningException", None)
 _Unreachable: type[Exception] | None = getattr(sdk_errors, "SandboxUnreachableException", None)
 _ServiceBusy: type[Exception] | None = getattr(sdk_errors, "ServiceBusyException", None)
-
-
-class StreamBroken(Exception):
-    """A command's stream ended without telling how the command ended."""
-
-
-class DeadlineExceeded(Exception):
-    """A command's own timeout passed."""
 
 
 class Sdk:
@@ -95,7 +90,7 @@ class Sdk:
                 raise TemplateNotFoundError(
                     f"{self.endpoint} has no template {template!r}: check its name with `e2b template list`", status=404
                 ) from error
-            self._fail(error, "create a sandbox")
+            raise self._mapped(error, "create a sandbox") from error
         if self._has_retries:
             # The user's own calls on the native object keep the SDK's default.
             sandbox.connection_config.retries = e2b.ConnectionConfig(**self._options).retries
@@ -148,7 +143,6 @@ class Sdk:
         *,
         on_stdout: Callable[[bytes], object],
         on_stderr: Callable[[bytes], object],
-        on_start: Callable[[int], object],
         envs: Mapping[str, str],
         user: str | None,
         cwd: str | None,
@@ -161,11 +155,16 @@ class Sdk:
         native: Any = sandbox
         try:
             started = native.commands.run(
-                command, background=True, envs=dict(envs), user=user, cwd=cwd, timeout=timeout, **self._sinks(on_stdout, on_stderr)
+                command,
+                background=True,
+                envs=dict(envs),
+                user=user,
+                cwd=cwd,
+                timeout=timeout,
+                **self._sinks(on_stdout, on_stderr),
             )
             handle = await started if inspect.isawaitable(started) else started
             _keep_bytes(handle)
-            on_start(handle.pid)
             if self._is_async:
                 await handle.wait()
             else:
@@ -174,10 +173,10 @@ class Sdk:
             return int(ended.exit_code)
         except Exception as error:
             if _is_deadline(error):
-                raise DeadlineExceeded from error
+                raise DeadlineExceeded(str(error)) from error
             if type(error) is Exception:  # the SDK's word for "the stream ended without an end event"
                 raise StreamBroken(str(error)) from error
-            self._fail(error, "run a command")
+            raise self._mapped(error, "run a command") from error
         return 0
 
     async def write_file(self, sandbox: NativeSandbox, path: str, data: bytes, user: str | None) -> None:
@@ -204,7 +203,7 @@ class Sdk:
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
-            self._fail(error, what)
+            raise self._mapped(error, what) from error
 
     def _sinks(self, on_stdout: Callable[[bytes], object], on_stderr: Callable[[bytes], object]) -> dict[str, Any]:
         return self._wait_sinks(on_stdout, on_stderr) if self._is_async else {}
@@ -216,32 +215,24 @@ class Sdk:
             "on_stderr": lambda chunk: _ignore(on_stderr(_as_bytes(chunk))),
         }
 
-    def _fail(self, error: Exception, what: str) -> NoReturn:
-        """Map a foreign exception by type and status; what is not recognised stays a plain BackendError."""
-        status = getattr(error, "status_code", None)
+    def _mapped(self, error: Exception, what: str) -> BackendError:
+        """A foreign exception by type and status; what is not recognised stays a plain BackendError."""
         told = f"cannot {what} at {self.endpoint}"
         if isinstance(error, sdk_errors.AuthenticationException):
-            raise AuthenticationError(
+            return AuthenticationError(
                 f"{told}: the key was refused; check E2B_API_KEY (and that it belongs to this endpoint)", status=401
-            ) from error
+            )
         if isinstance(error, sdk_errors.RateLimitException):
-            raise RateLimitedError(f"{told}: too many requests or sandboxes ({error})") from error
+            return RateLimitedError(f"{told}: too many requests or sandboxes ({error})")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
-            raise BackendUnavailableError(
-                f"{told}: it cannot be reached; is the URL right and the server running?"
-            ) from error
+            return BackendUnavailableError(f"{told}: it cannot be reached; is the URL right and the server running?")
+        if _NotRunning is not None and isinstance(error, _NotRunning):
+            return SandboxNotRunning(f"{told}: {error}")
         if _ServiceBusy is not None and isinstance(error, _ServiceBusy):
-            raise BackendError(f"{told}: {error}", status=503) from error
+            return BackendError(f"{told}: {error}", status=503)
         if isinstance(error, json.JSONDecodeError | KeyError):
-            raise BackendError(f"{told}: it answered what no E2B API answers ({type(error).__name__})") from error
-        raise BackendError(f"{told}: {error}", status=status) from error
-
-
-def is_gone(error: BaseException | None) -> bool:
-    """Whether the SDK itself says that the sandbox is not running (killed, paused or expired)."""
-    return (_NotRunning is not None and isinstance(error, _NotRunning)) or isinstance(
-        error, sdk_errors.SandboxNotFoundException
-    )
+            return BackendError(f"{told}: it answered what no E2B API answers ({type(error).__name__})")
+        return BackendError(f"{told}: {error}", status=getattr(error, "status_code", None))
 
 
 def _is_deadline(error: Exception) -> bool:

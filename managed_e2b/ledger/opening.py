@@ -15,6 +15,9 @@ from ..errors import LedgerError
 HEAD = "0001"
 """The newest revision in `migrations/versions`; a test holds the two together."""
 
+READ_ONLY = "me2b_read_only"
+"""Execution option of a connection that only reads: it does not wait for writers."""
+
 BUSY_TIMEOUT = 30.0
 """Seconds that a writer waits for another's transaction."""
 
@@ -80,7 +83,8 @@ def _sqlite(url: URL) -> Engine:
     @event.listens_for(engine, "begin")
     def begin(connection: Any) -> None:
         # IMMEDIATE: a transaction that reads and then writes never fails in the middle with "database is locked".
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
+        read_only = connection.get_execution_options().get(READ_ONLY, False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return engine
 

@@ -10,12 +10,13 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, bindparam, func, insert, or_, select, text, update
+from sqlalchemy import Connection, Engine, Row, bindparam, func, insert, literal, or_, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ..models import Host, Owner, SandboxRecord, State
 from ..rules import limits, states
 from ..rules.leases import SECOND
+from .opening import READ_ONLY
 from .tables import events, owners, rates, sandboxes
 
 Clock = Callable[[], int]
@@ -191,13 +192,9 @@ class Ledger:
 
     def give_up(self, ticket: str, actor: str, reason: str) -> SandboxRecord | None:
         """Leave the line: nothing was ever sent for this row."""
-        return self._swap(
-            ticket, (State.QUEUED,), actor, reason, state=State.CLEANED, reason=reason, ended_at="now"
-        )
+        return self._swap(ticket, (State.QUEUED,), actor, reason, state=State.CLEANED, reason=reason, ended_at="now")
 
-    def claim(
-        self, ticket: str, claimer: str, reason: str, *, dead: Collection[str] = ()
-    ) -> SandboxRecord | None:
+    def claim(self, ticket: str, claimer: str, reason: str, *, dead: Collection[str] = ()) -> SandboxRecord | None:
         """Claim a row for cleaning. None when it is terminal, still queued, or claimed by another that is not `dead`.
 
         The first reason stays.
@@ -266,7 +263,7 @@ class Ledger:
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
-        with self._engine.connect() as connection:
+        with self._engine.connect().execution_options(**{READ_ONLY: True}) as connection:
             yield connection
 
     def _now(self, connection: Connection) -> int:
@@ -285,18 +282,20 @@ class Ledger:
     ) -> limits.Load:
         c = sandboxes.c
         slots = c.state.in_(states.SLOT_STATES)
-        own_slots = connection.execute(select(func.count()).where(c.owner == owner, slots)).scalar_one()
-        account_slots = 0
-        if caps.account_limit is not None:
-            account_slots = connection.execute(select(func.count()).where(c.account == account, slots)).scalar_one()
         older = or_(c.queued_at < queued_at, (c.queued_at == queued_at) & (c.ticket < ticket))
-        ahead = connection.execute(
-            select(func.count()).where(c.owner == owner, c.state == State.QUEUED, older)
-        ).scalar_one()
-        tat = connection.execute(
-            select(rates.c.tat).where(rates.c.account == account, rates.c.name == "create")
-        ).scalar_one_or_none()
-        return limits.Load(now, own_slots, account_slots, ahead, tat or 0)
+
+        def count(*conditions: Any) -> Any:
+            return select(func.count()).select_from(sandboxes).where(*conditions).scalar_subquery()
+
+        row = connection.execute(
+            select(
+                count(c.owner == owner, slots),
+                count(c.account == account, slots) if caps.account_limit is not None else literal(0),
+                count(c.owner == owner, c.state == State.QUEUED, older),
+                select(rates.c.tat).where(rates.c.account == account, rates.c.name == "create").scalar_subquery(),
+            )
+        ).one()
+        return limits.Load(now, own_slots=row[0], account_slots=row[1], ahead=row[2], tat=row[3] or 0)
 
     def _set_tat(self, connection: Connection, account: str, tat: int) -> None:
         build = postgresql.insert if self._postgres else sqlite.insert
@@ -340,9 +339,9 @@ def _tell(connection: Connection, ticket: str, at: int, state: State, actor: str
 
 
 def _record(row: Row[Any]) -> SandboxRecord:
-    values = row._mapping
-    names = SandboxRecord.__dataclass_fields__
-    return SandboxRecord(**{name: State(values[name]) if name == "state" else values[name] for name in names})
+    values: dict[str, Any] = {name: row._mapping[name] for name in SandboxRecord.__dataclass_fields__}
+    values["state"] = State(values["state"])
+    return SandboxRecord(**values)
 
 
 def _owner(row: Row[Any]) -> Owner:

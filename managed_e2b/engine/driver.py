@@ -1,0 +1,93 @@
+"""What the engine asks of a driver: the little that differs between sync and async.
+
+The engine is written once as `async def` and suspends only through a driver. `drivers.aio` really awaits;
+every awaitable of `drivers.blocking` has finished before it returns, so that `drivers.run` takes a coroutine
+of the engine to its end in one step, on the caller's own thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, ParamSpec, Protocol, TypeVar
+
+from ..models import RemoteSandbox
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class Sdk(Protocol):
+    """The E2B calls the engine makes. Failures are `BackendError`s; see `drivers.sdk` for the map."""
+
+    endpoint: str
+
+    async def create(
+        self,
+        *,
+        template: str,
+        timeout: int,
+        metadata: Mapping[str, str],
+        envs: Mapping[str, str],
+        allow_internet_access: bool | None,
+        idempotency_key: str,
+    ) -> Any: ...
+
+    async def kill(self, sandbox_id: str) -> bool: ...
+
+    async def info(self, sandbox_id: str) -> RemoteSandbox | None: ...
+
+    async def set_timeout(self, sandbox_id: str, seconds: int) -> bool: ...
+
+    async def adopt(self, sandbox_id: str, seconds: int) -> Any: ...
+
+    def pages(self, metadata: Mapping[str, str] | None = None) -> AsyncIterator[list[RemoteSandbox]]: ...
+
+    async def run(
+        self,
+        sandbox: Any,
+        command: str,
+        *,
+        on_stdout: Callable[[bytes], object],
+        on_stderr: Callable[[bytes], object],
+        envs: Mapping[str, str],
+        user: str | None,
+        cwd: str | None,
+        timeout: float,
+    ) -> int: ...
+
+    async def write_file(self, sandbox: Any, path: str, data: bytes, user: str | None) -> None: ...
+
+    async def read_file(self, sandbox: Any, path: str, user: str | None) -> bytes: ...
+
+
+class Driver(Protocol):
+    """How the engine waits. One instance serves one lifecycle."""
+
+    @property
+    def sdk(self) -> Sdk: ...
+
+    async def ledger(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a short blocking function. Once begun it is never abandoned: a cancellation is raised after its end."""
+        ...
+
+    async def wait(self, timeout: float) -> None:
+        """Wait until `notify` is called, on whatever thread, or `timeout` seconds have passed."""
+        ...
+
+    def notify(self) -> None:
+        """Wake all that `wait`, on both faces and in the keeper: a slot may have come free."""
+        ...
+
+    async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run cleanup that nothing interrupts, on a thread of its own, and wait for its end.
+
+        It takes a blocking callable, never a coroutine: a loop that is torn down cancels every task it has,
+        cleanup included, but it cannot cancel a thread. Cancellations and Ctrl-C that arrive meanwhile are
+        remembered; the last one is raised when the cleanup is done, or a grace time after the first one came:
+        the cleanup then goes on in the background, and `join` waits for it.
+        """
+        ...
+
+    def join(self, timeout: float) -> bool:
+        """Wait (blocking) up to `timeout` seconds for cleanup in the background; whether all of it has ended."""
+        ...

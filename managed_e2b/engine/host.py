@@ -1,0 +1,44 @@
+"""Who and where this process is, as the ledger tells owners apart."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import socket
+import uuid
+from pathlib import Path
+
+from ..models import Host
+
+
+@functools.cache
+def here() -> Host:
+    """The identity of this host. The machine id is hashed: systemd asks that it is not given away as it is."""
+    machine = (
+        _read("/etc/machine-id") or _read("/var/lib/dbus/machine-id") or f"{socket.gethostname()}-{uuid.getnode()}"
+    )
+    boot = _read("/proc/sys/kernel/random/boot_id") or "unknown"
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        namespace = "unknown"
+    return Host(hashlib.sha256(f"managed-e2b {machine}".encode()).hexdigest()[:32], boot, namespace)
+
+
+def process_started(pid: int) -> int | None:
+    """The kernel's start time of a process, in clock ticks since boot; None when there is none, or only a zombie."""
+    stat = _read(f"/proc/{pid}/stat")
+    if not stat:
+        return None
+    # The command name is in parentheses and may itself hold spaces and parentheses.
+    fields = stat.rpartition(")")[2].split()
+    state, started = fields[0], int(fields[19])
+    return None if state in "ZX" else started
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,116 @@
+"""From the end of use to the proof of death: claim, DELETE by id, a per-id 404, `cleaned`.
+
+Never `connect`: it resumes and extends. A 204, a 502, an absence from a list prove nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Collection
+
+from ..errors import BackendError
+from ..models import SandboxRecord, State
+from ..rules import failures, leases, states
+from .base import TICKET, Engine
+
+logger = logging.getLogger("managed_e2b")
+
+PATIENCE = 10.0
+"""Seconds for which one release keeps trying to kill, or to find, before it leaves the row to the keeper."""
+
+LOOKUP_PAGES = 20
+"""The most pages of a list that a lookup by ticket reads."""
+
+
+async def release(
+    engine: Engine,
+    ticket: str,
+    reason: str,
+    *,
+    sent: bool = True,
+    dead: Collection[str] = (),
+    patience: float = PATIENCE,
+) -> bool:
+    """End a row, and with it its sandbox. Whether it is terminal now; if not, the keeper or a reaper goes on.
+
+    `sent=False`: no create of this row ever reached the backend. `dead`: owners whose claims may be taken over.
+    """
+    d, book = engine.driver, engine.book
+    record = await d.ledger(book.claim, ticket, engine.owner, reason, dead=dead)
+    if record is None:
+        current = await d.ledger(book.record, ticket)
+        if current is not None and current.state is State.QUEUED:
+            current = await d.ledger(book.give_up, ticket, engine.owner, reason)
+            d.notify()
+        return current is None or current.state in states.TERMINAL
+    deadline = time.monotonic() + patience
+    try:
+        ids = [record.sandbox_id] if record.sandbox_id else await _find(engine, record, sent, deadline)
+        for sandbox_id in ids:
+            if not await _prove_dead(engine, sandbox_id, deadline):
+                await d.ledger(book.note, ticket, f"{sandbox_id} still answers after DELETE")
+                return False
+    except BackendError as error:
+        logger.warning("release of %s is not proved yet: %s", record.sandbox_id or ticket, error)
+        await d.ledger(book.note, ticket, f"{type(error).__name__}: {error}")
+        return False
+    if ids:
+        ended = await d.ledger(book.cleaned, ticket, engine.owner)
+    elif not sent or leases.must_have_expired(record, await d.ledger(book.now)):
+        ended = await d.ledger(book.create_failed, ticket, engine.owner, record.last_error or "nothing was created")
+    else:
+        return False
+    d.notify()
+    if ended is None:  # somebody was faster; theirs is a proof as good as ours
+        current = await d.ledger(book.record, ticket)
+        return current is not None and current.state in states.TERMINAL
+    return True
+
+
+async def lookup(engine: Engine, ticket: str) -> list[str]:
+    """Ids of sandboxes that carry a ticket. An empty answer proves nothing: lists lag and lose."""
+    found: list[str] = []
+    pages = 0
+    async for page in engine.driver.sdk.pages({TICKET: ticket}):
+        # Compared here too: an endpoint that ignores the filter must not cost a stranger's sandbox.
+        found += [item.sandbox_id for item in page if item.metadata.get(TICKET) == ticket]
+        pages += 1
+        if pages >= LOOKUP_PAGES:
+            break
+    return found
+
+
+async def _find(engine: Engine, record: SandboxRecord, sent: bool, deadline: float) -> list[str]:
+    """What a create without an answer has made. It may be in the making: look until the deadline."""
+    if not sent:
+        return []
+    attempt = 0
+    while True:
+        found = await lookup(engine, record.ticket)
+        if found:
+            await engine.driver.ledger(engine.book.found, record.ticket, found[0])
+        if found or time.monotonic() >= deadline:
+            return found
+        await engine.driver.wait(failures.backoff(attempt))
+        attempt += 1
+
+
+async def _prove_dead(engine: Engine, sandbox_id: str, deadline: float) -> bool:
+    """DELETE until a per-id answer says 404, or the deadline has passed. Raises the last BackendError then."""
+    attempt = 0
+    while True:
+        failure: BackendError | None = None
+        try:
+            if not await engine.driver.sdk.kill(sandbox_id):
+                return True
+            if await engine.driver.sdk.info(sandbox_id) is None:
+                return True
+        except BackendError as error:
+            failure = error
+        if time.monotonic() >= deadline:
+            if failure is not None:
+                raise failure
+            return False
+        await engine.driver.wait(failures.backoff(attempt))
+        attempt += 1

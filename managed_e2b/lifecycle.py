@@ -1,0 +1,378 @@
+"""The two faces of a lifecycle: thin, one engine below."""
+
+from __future__ import annotations
+
+import functools
+import os
+import threading
+import time
+import uuid
+from collections.abc import Collection, Mapping
+from contextlib import AbstractAsyncContextManager
+from types import TracebackType
+from typing import Any
+
+from . import engine as _engine
+from .backend import BackendName, close_backend, open_backend
+from .drivers import AioDriver, BlockingDriver, Sdk, Wakeup
+from .drivers import run as _run
+from .drivers.sdk import SDK_VERSION
+from .engine import host
+from .errors import ConfigError, Me2bError, SandboxLeakError
+from .handle import AsyncSandboxHandle, SandboxHandle
+from .ledger import Ledger, open_engine
+from .models import MAX_TIMEOUT, AcquireRequest, ReapReport, RemoteSandbox, SandboxRecord, State
+from .rules import states as _states
+from .rules.leases import SECOND
+from .rules.limits import Caps
+
+HOBBY_CREATE_RATE = 1.0
+"""Creates per second that E2B's smallest plan allows: the default for endpoints that are not on this machine."""
+
+SHUTDOWN_TIMEOUT = 30.0
+"""Seconds."""
+
+
+class _Lifecycle:
+    """What both faces share: the ledger, the owner's row, the two engines (the face's, the keeper's), the keeper."""
+
+    def __init__(
+        self,
+        db_path: str | os.PathLike[str] = "sandboxes.db",
+        *,
+        max_concurrent: int = 4,
+        account_limit: int | None = None,
+        create_rate: float | None = None,
+        max_build_concurrency: int = 4,
+        stale_timeout: float = 600,
+        reaper_max_iter: int = 5,
+        lease: int = 300,
+        backend: BackendName | None = None,
+        e2b_api_url: str | None = None,
+        e2b_key: str | None = None,
+        env_file: str | os.PathLike[str] | None = None,
+        label: str | None = None,
+    ) -> None:
+        """Open a lifecycle. It blocks for a moment: the ledger is opened, a local server started.
+
+        db_path: the ledger: a file for SQLite, or a `postgresql://` URL. Processes that share it share limits
+            and reap each other's orphans.
+        max_concurrent: sandboxes of this lifecycle at once, from create to proved death. More wait in line.
+        account_limit: the same for all lifecycles that share ledger, endpoint and key.
+        create_rate: creates per second, for all of them together. None: 1 for a remote endpoint (E2B's Hobby
+            plan), no limit on this machine; `math.inf`: no limit.
+        stale_timeout: seconds without a heartbeat after which another host may take this owner for dead.
+        reaper_max_iter: the most rounds of one `reap()`.
+        lease: seconds that the backend lets a sandbox live when nobody renews it: the dead man's switch.
+        backend: "local" runs sandboxes on this machine, on a server started for this process.
+        e2b_api_url, e2b_key, env_file: another endpoint than the environment's; see `get_e2b_config`.
+        label: a name for this owner in listings; the program's name by default.
+
+        Raises ConfigError (LedgerError among them) and BackendUnavailableError.
+        """
+        _positive("max_concurrent", max_concurrent, int)
+        _positive("max_build_concurrency", max_build_concurrency, int)
+        _positive("reaper_max_iter", reaper_max_iter, int)
+        _positive("stale_timeout", stale_timeout, int, float)
+        if account_limit is not None:
+            _positive("account_limit", account_limit, int)
+        if create_rate is not None:
+            _positive("create_rate", create_rate, int, float)
+        if isinstance(lease, bool) or not isinstance(lease, int) or not 10 <= lease <= MAX_TIMEOUT:
+            raise ConfigError(f"lease={lease!r}: whole seconds from 10 to {MAX_TIMEOUT}")
+        self._pid = os.getpid()
+        self._reaper_max_iter = reaper_max_iter
+        self._closed = False
+        self._closing = threading.Lock()
+        self._book = Ledger(open_engine(db_path))
+        try:
+            self._backend = open_backend(backend, e2b_api_url, e2b_key, env_file)
+        except BaseException:
+            self._book.close()
+            raise
+        here = host.here()
+        rate = create_rate
+        if rate is None and not self._backend.config.is_loopback:
+            rate = HOBBY_CREATE_RATE
+        caps = Caps(max_concurrent, account_limit, None if rate == float("inf") else rate)
+        wakeup = Wakeup()
+        owner = uuid.uuid4().hex
+        self._busy: set[str] = set()
+        self._busy_lock = threading.Lock()
+        make = functools.partial(
+            _engine.Engine,
+            book=self._book,
+            account=self._backend.account,
+            owner=owner,
+            caps=caps,
+            lease=lease,
+            clean=self._clean,
+        )
+        self._cleaner = make(BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup))
+        self._engine = make(self._driver(wakeup), abandoned=self._cleaner.abandoned)
+        self._book.open_owner(
+            owner,
+            here,
+            self._pid,
+            host.process_started(self._pid) or 0,
+            label or _program(),
+            int(stale_timeout * SECOND),
+        )
+        self._keeper = _engine.Keeper(self._cleaner, _run, stale_after=stale_timeout, reap_at_start=True)
+        self._keeper.start()
+
+    def _driver(self, wakeup: Wakeup) -> AioDriver | BlockingDriver:
+        raise NotImplementedError
+
+    @property
+    def owner_id(self) -> str:
+        """This lifecycle's id in the ledger."""
+        return self._engine.owner
+
+    @property
+    def endpoint(self) -> str:
+        """The control plane's URL."""
+        return self._backend.config.endpoint
+
+    def _request(self, **values: Any) -> AcquireRequest:
+        if self._pid != os.getpid():
+            raise Me2bError("this lifecycle belongs to the parent process: open one of its own after a fork")
+        if self._closed:
+            raise Me2bError("this lifecycle is shut down: open another one")
+        return _engine.validated(**values)
+
+    def _clean(self, ticket: str, reason: str, **options: Any) -> bool:
+        """Release a ticket on the blocking driver; one at a time for each. Whether the row is terminal."""
+        with self._busy_lock:
+            if ticket in self._busy:
+                return False
+            self._busy.add(ticket)
+        try:
+            return bool(_run(_engine.release(self._cleaner, ticket, reason, **options)))
+        finally:
+            with self._busy_lock:
+                self._busy.discard(ticket)
+
+    def _shutdown(self, timeout: float) -> None:
+        """Blocking; see `SandboxLifecycle.shutdown`."""
+        with self._closing:
+            if self._closed or self._pid != os.getpid():
+                return
+            self._closed = True
+        deadline = time.monotonic() + timeout
+        left: list[SandboxRecord] = []
+        try:
+            self._keeper.stop(timeout)
+            self._engine.driver.join(max(0.0, deadline - time.monotonic()))
+            left = self._end_all(deadline)
+        finally:
+            self._book.close_owner(self._engine.owner)
+            close_backend(self._backend)
+            self._book.close()
+        known = [record.sandbox_id for record in left if record.sandbox_id is not None]
+        if known and not self._backend.is_local:  # the local server has just taken its sandboxes with it
+            raise SandboxLeakError(
+                f"not proved dead within {timeout} s: {', '.join(known)}. Their rows stay `cleaning`: the next "
+                "lifecycle on this ledger, or `me2b reap`, goes on; at the latest the backend ends them with their lease",
+                sandbox_ids=known,
+            )
+
+    def _end_all(self, deadline: float) -> list[SandboxRecord]:
+        """End every row of this owner but the paused ones; those that could not be proved dead in time."""
+        open_states = set(State) - _states.TERMINAL - {State.PAUSED}
+        left: list[SandboxRecord] = []
+        for record in self._book.records(states_=open_states, owner=self._engine.owner):
+            patience = max(0.0, min(deadline - time.monotonic(), 10.0))
+            if not self._clean(record.ticket, "shutdown", patience=patience):
+                left.append(self._book.record(record.ticket) or record)
+        return left
+
+
+class SandboxLifecycle(_Lifecycle):
+    """Sandboxes that cannot outlive their use. See `__init__` for the arguments.
+
+    Use it as a context manager, or call `shutdown` at the end. It may be used from many threads.
+    """
+
+    def _driver(self, wakeup: Wakeup) -> BlockingDriver:
+        return BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup)
+
+    def acquire(
+        self,
+        template: str | None = None,
+        *,
+        image: str | None = None,
+        dockerfile: str | None = None,
+        timeout: int = 300,
+        metadata: Mapping[str, str] | None = None,
+        envs: Mapping[str, str] | None = None,
+        allow_internet_access: bool | None = None,
+        acquire_timeout: float | None = None,
+    ) -> SandboxContext:
+        """A sandbox for the body of a `with`; after it, whatever happened, the sandbox is proved dead.
+
+        template, image, dockerfile: what it is made from; at most one, the template "base" when none is given.
+        timeout: the hard limit of its life, in whole seconds.
+        metadata, envs: str to str; the metadata is kept in the ledger, `envs` (which may be secrets) is not.
+        acquire_timeout: seconds to wait for a slot, None for as long as it takes.
+
+        Raises ValidationError here, before anything is sent; entering raises AcquireTimeoutError, BackendError
+        (AuthenticationError, TemplateNotFoundError, BackendUnavailableError, SandboxCreateError).
+        """
+        request = self._request(
+            template=template,
+            image=image,
+            dockerfile=dockerfile,
+            timeout=timeout,
+            metadata=metadata,
+            envs=envs,
+            allow_internet_access=allow_internet_access,
+            acquire_timeout=acquire_timeout,
+        )
+        return SandboxContext(self._engine, request)
+
+    def records(self, states: Collection[State] | None = None) -> list[SandboxRecord]:
+        """The ledger's rows of this account, oldest first: those in `states`, or all."""
+        return self._book.records(states_=states, account=self._engine.account)
+
+    def list_remote(self) -> list[RemoteSandbox]:
+        """What the backend lists as running or paused for this key, ours or not. A clue, never a proof."""
+        return _run(_list_remote(self._engine))
+
+    def reap(self) -> ReapReport:
+        """End what dead owners left on this ledger and account. Live owners' sandboxes are never touched."""
+        return _run(_engine.reap(self._engine, max_iter=self._reaper_max_iter))
+
+    def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+        """Release everything, wait up to `timeout` seconds for the proofs, and say goodbye in the ledger.
+
+        Raises SandboxLeakError for what could not be proved dead in time. May be called again.
+        """
+        _run(self._engine.driver.finish(self._shutdown, timeout))
+
+    def __enter__(self) -> SandboxLifecycle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+
+class AsyncSandboxLifecycle(_Lifecycle):
+    """The async face of SandboxLifecycle: the same names, the same contract, awaited. Not bound to one event loop."""
+
+    def _driver(self, wakeup: Wakeup) -> AioDriver:
+        return AioDriver(Sdk(self._backend.config, is_async=True), wakeup)
+
+    def acquire(
+        self,
+        template: str | None = None,
+        *,
+        image: str | None = None,
+        dockerfile: str | None = None,
+        timeout: int = 300,
+        metadata: Mapping[str, str] | None = None,
+        envs: Mapping[str, str] | None = None,
+        allow_internet_access: bool | None = None,
+        acquire_timeout: float | None = None,
+    ) -> AsyncSandboxContext:
+        """See SandboxLifecycle.acquire."""
+        request = self._request(
+            template=template,
+            image=image,
+            dockerfile=dockerfile,
+            timeout=timeout,
+            metadata=metadata,
+            envs=envs,
+            allow_internet_access=allow_internet_access,
+            acquire_timeout=acquire_timeout,
+        )
+        return AsyncSandboxContext(self._engine, request)
+
+    async def records(self, states: Collection[State] | None = None) -> list[SandboxRecord]:
+        """See SandboxLifecycle.records."""
+        return await self._engine.driver.ledger(self._book.records, states_=states, account=self._engine.account)
+
+    async def list_remote(self) -> list[RemoteSandbox]:
+        """See SandboxLifecycle.list_remote."""
+        return await _list_remote(self._engine)
+
+    async def reap(self) -> ReapReport:
+        """See SandboxLifecycle.reap."""
+        return await _engine.reap(self._engine, max_iter=self._reaper_max_iter)
+
+    async def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+        """See SandboxLifecycle.shutdown."""
+        await self._engine.driver.finish(self._shutdown, timeout)
+
+    async def __aenter__(self) -> AsyncSandboxLifecycle:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await self.shutdown()
+
+
+class SandboxContext:
+    """What `SandboxLifecycle.acquire` returns. Entered once."""
+
+    def __init__(self, engine: _engine.Engine, request: AcquireRequest) -> None:
+        self._engine = engine
+        self._path: AbstractAsyncContextManager[_engine.Acquired] = _engine.acquire(engine, request, SDK_VERSION)
+
+    def __enter__(self) -> SandboxHandle:
+        return SandboxHandle(self._engine, _run(_enter(self._path)))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        _run(_leave(self._path, kind, error, traceback))
+
+
+class AsyncSandboxContext:
+    """What `AsyncSandboxLifecycle.acquire` returns. Entered once."""
+
+    def __init__(self, engine: _engine.Engine, request: AcquireRequest) -> None:
+        self._engine = engine
+        self._path: AbstractAsyncContextManager[_engine.Acquired] = _engine.acquire(engine, request, SDK_VERSION)
+
+    async def __aenter__(self) -> AsyncSandboxHandle:
+        return AsyncSandboxHandle(self._engine, await _enter(self._path))
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        await _leave(self._path, kind, error, traceback)
+
+
+async def _enter(path: AbstractAsyncContextManager[_engine.Acquired]) -> _engine.Acquired:
+    return await path.__aenter__()
+
+
+async def _leave(
+    path: AbstractAsyncContextManager[_engine.Acquired],
+    kind: type[BaseException] | None,
+    error: BaseException | None,
+    traceback: TracebackType | None,
+) -> None:
+    await path.__aexit__(kind, error, traceback)
+
+
+async def _list_remote(engine: _engine.Engine) -> list[RemoteSandbox]:
+    found: list[RemoteSandbox] = []
+    async for page in engine.driver.sdk.pages():
+        found += page
+    return found
+
+
+def _positive(name: str, value: object, *kinds: type) -> None:
+    if isinstance(value, bool) or not isinstance(value, kinds) or not value > 0:  # type: ignore[operator]
+        raise ConfigError(f"{name}={value!r}: a number above 0")
+
+
+def _program() -> str:
+    import sys
+
+    return os.path.basename(sys.argv[0]) or "python"
