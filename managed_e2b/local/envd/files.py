@@ -71,6 +71,8 @@ async def files_endpoint(ctx: EnvdContext, scope: Scope, receive: Receive, send:
     try:
         try:
             if scope["method"] == "GET":
+                async for _ in request_body(receive):  # none; but from its end on it is noticed when the client leaves
+                    pass
                 await _download(ctx, scope, send)
             elif scope["method"] == "POST":
                 response = JSONResponse(await _upload(ctx, scope, receive))

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Message, Receive
 
 from managed_e2b.local.envd.streams import attended
 
@@ -100,12 +100,17 @@ async def read_chunks(held: HeldFd, start: int, end: int | None) -> AsyncIterato
 
 async def request_body(receive: Receive) -> AsyncIterator[bytes]:
     """The body as it comes. Raises ClientGone, and UploadStalled."""
-    more = True
-    while more:
+
+    async def next_message() -> Message:
         try:
-            message = await attended(asyncio.wait_for(receive(), IDLE))
+            async with asyncio.timeout(IDLE):
+                return await receive()
         except TimeoutError:
             raise UploadStalled(f"nothing came for {IDLE:.0f} seconds") from None
+
+    more = True
+    while more:
+        message = await attended(next_message())
         if message["type"] == "http.disconnect":
             raise ClientGone
         more = message.get("more_body", False)
