@@ -52,6 +52,7 @@ class _Lifecycle:
         e2b_key: str | None = None,
         env_file: str | os.PathLike[str] | None = None,
         label: str | None = None,
+        opening_reap: bool = True,
     ) -> None:
         """Open a lifecycle. It blocks for a moment: the ledger is opened, a local server started.
 
@@ -67,6 +68,7 @@ class _Lifecycle:
         backend: "local" runs sandboxes on this machine, on a server started for this process.
         e2b_api_url, e2b_key, env_file: another endpoint than the environment's; see `get_e2b_config`.
         label: a name for this owner in listings; the program's name by default.
+        opening_reap: end at once, in the background, what dead owners left on this ledger.
 
         Raises ConfigError (LedgerError among them) and BackendUnavailableError.
         """
@@ -118,7 +120,7 @@ class _Lifecycle:
             label or _program(),
             int(stale_timeout * SECOND),
         )
-        self._keeper = _engine.Keeper(self._cleaner, _run, stale_after=stale_timeout, reap_at_start=True)
+        self._keeper = _engine.Keeper(self._cleaner, _run, stale_after=stale_timeout, reap_at_start=opening_reap)
         self._keeper.start()
 
     def _driver(self, wakeup: Wakeup) -> AioDriver | BlockingDriver:
@@ -173,7 +175,7 @@ class _Lifecycle:
         if known and not self._backend.is_local:  # the local server has just taken its sandboxes with it
             raise SandboxLeakError(
                 f"not proved dead within {timeout} s: {', '.join(known)}. Their rows stay `cleaning`: the next "
-                "lifecycle on this ledger, or `me2b reap`, goes on; at the latest the backend ends them with their lease",
+                "lifecycle on this ledger, or `me2b reap`, goes on; at the latest their lease ends them",
                 sandbox_ids=known,
             )
 

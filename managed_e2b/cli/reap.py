@@ -18,7 +18,7 @@ def reap(db: Db = DEFAULT_DB, api_url: ApiUrl = None, backend: Backend = None, a
     """
     from managed_e2b.lifecycle import SandboxLifecycle
 
-    lifecycle = SandboxLifecycle(db_path=db, e2b_api_url=api_url, backend=backend)
+    lifecycle = SandboxLifecycle(db_path=db, e2b_api_url=api_url, backend=backend, opening_reap=False)
     try:
         report = lifecycle.reap()
     finally:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated, BinaryIO, NoReturn
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -63,8 +64,8 @@ def run(
                     envs=envs,
                     user=user,
                     cwd=cwd,
-                    on_stdout=None if as_json else _Sink(sys.stdout.buffer),
-                    on_stderr=None if as_json else _Sink(sys.stderr.buffer),
+                    on_stdout=None if as_json else _Sink(sys.stdout),
+                    on_stderr=None if as_json else _Sink(sys.stderr),
                 )
                 sandbox_id = sandbox.sandbox_id
         finally:
@@ -75,6 +76,8 @@ def run(
         signal.signal(signal.SIGTERM, previous)
     if as_json:
         print_json(_plain(sandbox_id, line, result))
+    elif "\N{REPLACEMENT CHARACTER}" in result.stdout and not _is_utf8(result.stdout_bytes):
+        message("the output was not all UTF-8: what was not is shown as \N{REPLACEMENT CHARACTER}")
     if result.timed_out:
         message(f"the command ran past {timeout} s and was killed with its children (--timeout)")
         raise typer.Exit(TIMED_OUT)
@@ -82,14 +85,27 @@ def run(
 
 
 class _Sink:
-    """Passes output on as it comes, byte for byte."""
+    """Passes output on as it comes."""
 
-    def __init__(self, stream: BinaryIO) -> None:
+    def __init__(self, stream: TextIO) -> None:
         self._stream = stream
 
-    def __call__(self, chunk: bytes) -> None:
-        self._stream.write(chunk)
-        self._stream.flush()
+    def __call__(self, text: str) -> None:
+        try:
+            self._stream.buffer.write(text.encode())  # UTF-8 whatever the locale: it is what the command wrote
+            self._stream.flush()
+        except BrokenPipeError:
+            # Our reader left, as `head` does. Nobody wants the rest: end as a process that SIGPIPE ends.
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
+            raise SystemExit(128 + signal.SIGPIPE) from None
+
+
+def _is_utf8(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _variables(pairs: Sequence[str]) -> dict[str, str]:
