@@ -14,6 +14,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from managed_e2b.local.envd.auth import UNAUTHORIZED, token_accepted
+from managed_e2b.local.envd.codecs import CODECS
 from managed_e2b.local.envd.context import EnvdContext
 from managed_e2b.local.envd.files import files_endpoint
 from managed_e2b.local.envd.filesystem import FilesystemService
@@ -38,7 +39,7 @@ class Envd:
         self._calls = Calls()
         self.processes = ProcessService(ctx)
         self.filesystem = FilesystemService(ctx)
-        self._process_app = ProcessASGIApplication(self.processes, read_max_bytes=MESSAGE_LIMIT)
+        self._process_app = ProcessASGIApplication(self.processes, read_max_bytes=MESSAGE_LIMIT, codecs=CODECS)
         self._filesystem_app = FilesystemASGIApplication(self.filesystem)
         self._plain: dict[str, Callable[[], Awaitable[Response]]] = {"/metrics": self._metrics, "/envs": self._envs}
         self._watcher = asyncio.create_task(self._watch_sandbox())
