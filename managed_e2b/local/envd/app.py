@@ -40,7 +40,7 @@ class Envd:
         self.processes = ProcessService(ctx)
         self.filesystem = FilesystemService(ctx)
         self._process_app = ProcessASGIApplication(self.processes, read_max_bytes=MESSAGE_LIMIT, codecs=CODECS)
-        self._filesystem_app = FilesystemASGIApplication(self.filesystem)
+        self._filesystem_app = FilesystemASGIApplication(self.filesystem, codecs=CODECS)
         self._plain: dict[str, Callable[[], Awaitable[Response]]] = {"/metrics": self._metrics, "/envs": self._envs}
         self._watcher = asyncio.create_task(self._watch_sandbox())
 

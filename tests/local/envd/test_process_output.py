@@ -139,6 +139,17 @@ async def test_the_end_is_kept_for_a_reader_that_comes_too_late(wire, sandbox):
     assert not await sandbox.commands.kill(stream.pid), "it is not running"
 
 
+async def test_the_end_is_not_kept_for_ever(wire, served, until, monkeypatch):
+    monkeypatch.setattr("managed_e2b.local.envd.process.EXIT_RETENTION", 0)
+    async with wire.start("exit 5") as stream:
+        await stream.rest()
+    await until(lambda: not served.envd.processes._processes)
+    async with wire.stream("Connect", {"process": {"pid": stream.pid}}) as late:
+        events, trailer = await late.rest()
+    assert events == []
+    assert trailer["error"]["code"] == "not_found"
+
+
 async def test_a_child_that_keeps_the_output_open_does_not_keep_the_end(wire, tmp_path, until):
     script = f"(while [ ! -e {tmp_path}/go ]; do sleep 0.01; done; echo more; echo more >&2; touch {tmp_path}/alive) &"
     async with wire.start(f"{script} echo done") as stream:
