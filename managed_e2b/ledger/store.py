@@ -1,4 +1,4 @@
-"""Every statement on the ledger. Each change is a compare-and-swap that returns the row; None means 'not so any more'.
+"""The ledger's operations. Each change is a compare-and-swap that returns the row; None means 'not so any more'.
 
 An event is appended in the same transaction as the change it tells of.
 """
@@ -10,14 +10,15 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, bindparam, func, insert, literal, or_, select, text, update
+from sqlalchemy import Connection, Engine, Row, insert, select, text
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ..models import Host, Owner, SandboxRecord, State
-from ..rules import limits, states
+from ..rules import limits
 from ..rules.leases import SECOND
+from . import statements as sql
 from .opening import READ_ONLY
-from .tables import events, owners, rates, sandboxes
+from .tables import owners, rates, sandboxes
 
 Clock = Callable[[], int]
 """Microseconds UTC."""
@@ -52,50 +53,34 @@ class Ledger:
     def open_owner(self, owner_id: str, host: Host, pid: int, pid_started: int, label: str, stale_after: int) -> None:
         """Make an owner known. `stale_after` in microseconds."""
         with self._write() as (connection, now):
-            connection.execute(
-                insert(owners).values(
-                    id=owner_id,
-                    machine_id=host.machine_id,
-                    boot_id=host.boot_id,
-                    pid_namespace=host.pid_namespace,
-                    pid=pid,
-                    pid_started=pid_started,
-                    label=label,
-                    heartbeat=now,
-                    stale_after=stale_after,
-                    opened_at=now,
-                )
-            )
+            values = {
+                "id": owner_id,
+                "machine_id": host.machine_id,
+                "boot_id": host.boot_id,
+                "pid_namespace": host.pid_namespace,
+                "pid": pid,
+                "pid_started": pid_started,
+                "label": label,
+                "heartbeat": now,
+                "stale_after": stale_after,
+                "opened_at": now,
+            }
+            connection.execute(insert(owners), values)
 
     def beat(self, owner_id: str) -> bool:
         """Renew an owner's heartbeat. False when it is closed (by itself, or declared dead)."""
         with self._write() as (connection, now):
-            row = connection.execute(
-                update(owners)
-                .where(owners.c.id == owner_id, owners.c.closed_at.is_(None))
-                .values(heartbeat=now)
-                .returning(owners.c.id)
-            ).first()
-            return row is not None
+            return connection.execute(sql.BEAT, {"p_owner": owner_id, "p_now": now}).first() is not None
 
     def close_owner(self, owner_id: str) -> None:
         """Say goodbye: the owner is dead from now on, whatever its process does."""
         with self._write() as (connection, now):
-            connection.execute(
-                update(owners).where(owners.c.id == owner_id, owners.c.closed_at.is_(None)).values(closed_at=now)
-            )
+            connection.execute(sql.CLOSE_OWNER, {"p_owner": owner_id, "p_now": now})
 
     def owners_with_open_rows(self, account: str) -> list[Owner]:
-        """Owners that have rows of this account which are not terminal."""
-        open_rows = select(sandboxes.c.owner).where(
-            sandboxes.c.account == account, sandboxes.c.state.not_in(states.TERMINAL)
-        )
-        claims = select(sandboxes.c.claimed_by).where(
-            sandboxes.c.account == account, sandboxes.c.state == State.CLEANING, sandboxes.c.claimed_by.is_not(None)
-        )
+        """Owners and cleaners of this account's rows that are not terminal."""
         with self._read() as connection:
-            rows = connection.execute(select(owners).where(or_(owners.c.id.in_(open_rows), owners.c.id.in_(claims))))
-            return [_owner(row) for row in rows]
+            return [_owner(row) for row in connection.execute(sql.OWNERS_WITH_OPEN_ROWS, {"p_account": account})]
 
     # -- the path of one sandbox ----------------------------------------------------------------------------
 
@@ -113,41 +98,34 @@ class Ledger:
     ) -> None:
         """A place in line, durable before anything is asked of the backend."""
         with self._write() as (connection, now):
-            connection.execute(
-                insert(sandboxes).values(
-                    ticket=ticket,
-                    account=account,
-                    owner=owner,
-                    state=State.QUEUED,
-                    source_kind=source[0],
-                    source=source[1],
-                    timeout=timeout,
-                    lease=lease,
-                    metadata=metadata,
-                    sdk_version=sdk_version,
-                    queued_at=now,
-                )
-            )
+            values = {
+                "ticket": ticket,
+                "account": account,
+                "owner": owner,
+                "state": State.QUEUED,
+                "source_kind": source[0],
+                "source": source[1],
+                "timeout": timeout,
+                "lease": lease,
+                "metadata": metadata,
+                "sdk_version": sdk_version,
+                "queued_at": now,
+            }
+            connection.execute(insert(sandboxes), values)
             _tell(connection, ticket, now, State.QUEUED, owner)
 
     def turn(self, ticket: str, owner: str, account: str, caps: limits.Caps) -> limits.Go | limits.Wait | None:
         """Make a queued row `creating` when it is its turn; None when it is not queued any more."""
         with self._write() as (connection, now):
             self._serialize(connection, account)
-            me = connection.execute(
-                select(sandboxes.c.queued_at).where(sandboxes.c.ticket == ticket, sandboxes.c.state == State.QUEUED)
-            ).first()
-            if me is None:
+            load = connection.execute(sql.LOAD, {"p_ticket": ticket}).first()
+            if load is None:
                 return None
-            decision = limits.turn(caps, self._load(connection, now, ticket, me.queued_at, owner, account, caps))
+            decision = limits.turn(caps, limits.Load(now, **load._mapping))
             if isinstance(decision, limits.Go):
                 if caps.create_rate:
                     self._set_tat(connection, account, decision.tat)
-                connection.execute(
-                    update(sandboxes)
-                    .where(sandboxes.c.ticket == ticket, sandboxes.c.state == State.QUEUED)
-                    .values(state=State.CREATING, creating_at=now)
-                )
+                connection.execute(sql.START, {"p_ticket": ticket, "p_now": now})
                 _tell(connection, ticket, now, State.CREATING, owner)
             return decision
 
@@ -159,79 +137,47 @@ class Ledger:
 
     def running(self, ticket: str, owner: str, sandbox_id: str, *, sent_at: int, remote: int) -> SandboxRecord | None:
         """The answer came: `remote` seconds of life counted from `sent_at`. None when the row was claimed meanwhile."""
-        record = sandboxes.c
+        expiry = sent_at + remote * SECOND
         return self._swap(
-            ticket,
-            (State.CREATING,),
-            owner,
-            None,
-            state=State.RUNNING,
-            sandbox_id=sandbox_id,
-            remote_expiry=sent_at + remote * SECOND,
-            hard_deadline=sent_at + record.timeout * SECOND,
-            running_at="now",
+            sql.RUN, State.RUNNING, ticket, owner, p_sandbox_id=sandbox_id, p_remote_expiry=expiry, p_sent_at=sent_at
         )
 
     def found(self, ticket: str, sandbox_id: str) -> None:
         """Note the id of a sandbox that was found by its ticket."""
         with self._write() as (connection, _now):
-            connection.execute(
-                update(sandboxes)
-                .where(sandboxes.c.ticket == ticket, sandboxes.c.sandbox_id.is_(None))
-                .values(sandbox_id=sandbox_id)
-            )
+            connection.execute(sql.FOUND, {"p_ticket": ticket, "p_sandbox_id": sandbox_id})
 
     def extended(self, ticket: str, remote_expiry: int) -> None:
         """Note that the backend's timeout was renewed up to `remote_expiry`."""
         with self._write() as (connection, _now):
-            connection.execute(
-                update(sandboxes)
-                .where(sandboxes.c.ticket == ticket, sandboxes.c.state == State.RUNNING)
-                .values(remote_expiry=remote_expiry)
-            )
+            connection.execute(sql.EXTENDED, {"p_ticket": ticket, "p_remote_expiry": remote_expiry})
 
     def give_up(self, ticket: str, actor: str, reason: str) -> SandboxRecord | None:
         """Leave the line: nothing was ever sent for this row."""
-        return self._swap(ticket, (State.QUEUED,), actor, reason, state=State.CLEANED, reason=reason, ended_at="now")
+        return self._swap(sql.GIVE_UP, State.CLEANED, ticket, actor, reason)
 
     def claim(self, ticket: str, claimer: str, reason: str, *, dead: Collection[str] = ()) -> SandboxRecord | None:
-        """Claim a row for cleaning. None when it is terminal, still queued, or claimed by another that is not `dead`.
-
-        The first reason stays.
-        """
-        c = sandboxes.c
-        mine = or_(c.state != State.CLEANING, c.claimed_by.is_(None), c.claimed_by.in_([claimer, *dead]))
-        return self._swap(
-            ticket,
-            states.CLEANABLE,
-            claimer,
-            reason,
-            mine,
-            state=State.CLEANING,
-            claimed_by=claimer,
-            claimed_at="now",
-            reason=func.coalesce(c.reason, reason),
-            cleaning_at=func.coalesce(c.cleaning_at, bindparam("moment")),
-        )
+        """Claim a row for cleaning. None when it is terminal, queued, or claimed by another not `dead`."""
+        return self._swap(sql.CLAIM, State.CLEANING, ticket, claimer, reason, p_claimers=[claimer, *dead])
 
     def cleaned(self, ticket: str, claimer: str) -> SandboxRecord | None:
         """Proved dead."""
-        return self._finish(ticket, claimer, State.CLEANED, None)
+        return self._swap(sql.CLEANED, State.CLEANED, ticket, claimer)
 
     def create_failed(self, ticket: str, actor: str, error: str) -> SandboxRecord | None:
         """Proved that nothing exists."""
-        return self._finish(ticket, actor, State.CREATE_FAILED, error)
+        return self._swap(sql.CREATE_FAILED, State.CREATE_FAILED, ticket, actor, error)
 
     def note(self, ticket: str, error: str) -> None:
         """Keep the last thing that went wrong with a row."""
         with self._write() as (connection, _now):
-            connection.execute(update(sandboxes).where(sandboxes.c.ticket == ticket).values(last_error=error))
+            connection.execute(sql.NOTE, {"p_ticket": ticket, "p_detail": error})
 
     # -- reading --------------------------------------------------------------------------------------------
 
     def record(self, ticket: str) -> SandboxRecord | None:
         with self._read() as connection:
-            row = connection.execute(select(sandboxes).where(sandboxes.c.ticket == ticket)).first()
+            row = connection.execute(sql.RECORD, {"p_ticket": ticket}).first()
             return None if row is None else _record(row)
 
     def records(
@@ -250,9 +196,9 @@ class Ledger:
 
     def history(self, ticket: str) -> list[tuple[int, State, str, str | None]]:
         """What happened to a row: (time, state, actor, detail), oldest first."""
-        query = select(events).where(events.c.ticket == ticket).order_by(events.c.id)
         with self._read() as connection:
-            return [(row.at, State(row.state), row.actor, row.detail) for row in connection.execute(query)]
+            rows = connection.execute(sql.HISTORY, {"p_ticket": ticket})
+            return [(row.at, State(row.state), row.actor, row.detail) for row in rows]
 
     # -- inside ---------------------------------------------------------------------------------------------
 
@@ -277,26 +223,6 @@ class Ledger:
         if self._postgres:
             connection.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": f"me2b turn {account}"})
 
-    def _load(
-        self, connection: Connection, now: int, ticket: str, queued_at: int, owner: str, account: str, caps: limits.Caps
-    ) -> limits.Load:
-        c = sandboxes.c
-        slots = c.state.in_(states.SLOT_STATES)
-        older = or_(c.queued_at < queued_at, (c.queued_at == queued_at) & (c.ticket < ticket))
-
-        def count(*conditions: Any) -> Any:
-            return select(func.count()).select_from(sandboxes).where(*conditions).scalar_subquery()
-
-        row = connection.execute(
-            select(
-                count(c.owner == owner, slots),
-                count(c.account == account, slots) if caps.account_limit is not None else literal(0),
-                count(c.owner == owner, c.state == State.QUEUED, older),
-                select(rates.c.tat).where(rates.c.account == account, rates.c.name == "create").scalar_subquery(),
-            )
-        ).one()
-        return limits.Load(now, own_slots=row[0], account_slots=row[1], ahead=row[2], tat=row[3] or 0)
-
     def _set_tat(self, connection: Connection, account: str, tat: int) -> None:
         build = postgresql.insert if self._postgres else sqlite.insert
         statement = build(rates).values(account=account, name="create", tat=tat)
@@ -304,38 +230,28 @@ class Ledger:
             statement.on_conflict_do_update(index_elements=["account", "name"], set_={"tat": statement.excluded.tat})
         )
 
-    def _finish(self, ticket: str, claimer: str, state: State, error: str | None) -> SandboxRecord | None:
-        values: dict[str, Any] = {"state": state, "ended_at": "now"}
-        if error is not None:
-            values["last_error"] = error
-        c = sandboxes.c
-        mine = or_(c.claimed_by.is_(None), c.claimed_by == claimer)
-        return self._swap(ticket, states.sources(state) - {State.QUEUED}, claimer, error, mine, **values)
-
     def _swap(
         self,
+        statement: Any,
+        state: State,
         ticket: str,
-        sources: Collection[State],
         actor: str,
-        detail: str | None,
-        condition: Any = None,
-        **values: Any,
+        detail: str | None = None,
+        **parameters: Any,
     ) -> SandboxRecord | None:
-        """One row from one of `sources` to `values["state"]`, if it is still there; "now" stands for the clock."""
+        """Make the row `state` if it is still where `statement` wants it, and tell."""
         with self._write() as (connection, now):
-            filled = {key: now if value == "now" and key.endswith("_at") else value for key, value in values.items()}
-            statement = update(sandboxes).where(sandboxes.c.ticket == ticket, sandboxes.c.state.in_(sources))
-            if condition is not None:
-                statement = statement.where(condition)
-            row = connection.execute(statement.values(**filled).returning(sandboxes), {"moment": now}).first()
+            fixed = {"p_ticket": ticket, "p_actor": actor, "p_detail": detail, "p_now": now}
+            row = connection.execute(statement, {**fixed, **parameters}).first()
             if row is None:
                 return None
-            _tell(connection, ticket, now, values["state"], actor, detail)
+            _tell(connection, ticket, now, state, actor, detail)
             return _record(row)
 
 
 def _tell(connection: Connection, ticket: str, at: int, state: State, actor: str, detail: str | None = None) -> None:
-    connection.execute(insert(events).values(ticket=ticket, at=at, state=state, actor=actor, detail=detail))
+    values = {"ticket": ticket, "at": at, "state": state, "actor": actor, "detail": detail}
+    connection.execute(sql.TELL, values)
 
 
 def _record(row: Row[Any]) -> SandboxRecord:

@@ -1,0 +1,104 @@
+"""The ledger's statements, as data: built once, each change a compare-and-swap that returns the row.
+
+Parameters begin with `p_`. `p_now` is the ledger's clock in microseconds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Any
+
+from sqlalchemy import ColumnElement, bindparam, func, insert, or_, select, update
+from sqlalchemy.sql.dml import ReturningUpdate
+
+from ..models import State
+from ..rules import states
+from .tables import events, owners, rates, sandboxes
+
+c = sandboxes.c
+_ticket = c.ticket == bindparam("p_ticket")
+_now: ColumnElement[Any] = bindparam("p_now")
+
+BEAT = (
+    update(owners)
+    .where(owners.c.id == bindparam("p_owner"), owners.c.closed_at.is_(None))
+    .values(heartbeat=_now)
+    .returning(owners.c.id)
+)
+CLOSE_OWNER = (
+    update(owners).where(owners.c.id == bindparam("p_owner"), owners.c.closed_at.is_(None)).values(closed_at=_now)
+)
+OWNERS_WITH_OPEN_ROWS = select(owners).where(
+    or_(
+        owners.c.id.in_(select(c.owner).where(c.account == bindparam("p_account"), c.state.not_in(states.TERMINAL))),
+        owners.c.id.in_(
+            select(c.claimed_by).where(
+                c.account == bindparam("p_account"), c.state == State.CLEANING, c.claimed_by.is_not(None)
+            )
+        ),
+    )
+)
+
+TELL = insert(events)
+
+
+def _load() -> Any:
+    """One row when the ticket is queued: its account's and owner's load as `rules.limits.Load` wants it."""
+    me = sandboxes.alias("me")
+    slots = c.state.in_(states.SLOT_STATES)
+    older = or_(c.queued_at < me.c.queued_at, (c.queued_at == me.c.queued_at) & (c.ticket < me.c.ticket))
+
+    def count(*conditions: ColumnElement[bool]) -> Any:
+        return select(func.count()).select_from(sandboxes).where(*conditions).correlate(me).scalar_subquery()
+
+    tat = select(rates.c.tat).where(rates.c.account == me.c.account, rates.c.name == "create").correlate(me)
+    return select(
+        count(c.owner == me.c.owner, slots).label("own_slots"),
+        count(c.account == me.c.account, slots).label("account_slots"),
+        count(c.owner == me.c.owner, c.state == State.QUEUED, older).label("ahead"),
+        func.coalesce(tat.scalar_subquery(), 0).label("tat"),
+    ).where(me.c.ticket == bindparam("p_ticket"), me.c.state == State.QUEUED)
+
+
+LOAD = _load()
+
+
+def _change(sources: Collection[State], *conditions: ColumnElement[bool], **values: Any) -> ReturningUpdate[Any]:
+    return update(sandboxes).where(_ticket, c.state.in_(sources), *conditions).values(**values).returning(sandboxes)
+
+
+_claimed_by_me = or_(c.claimed_by.is_(None), c.claimed_by == bindparam("p_actor"))
+
+START = _change([State.QUEUED], state=State.CREATING, creating_at=_now)
+RUN = _change(
+    [State.CREATING],
+    state=State.RUNNING,
+    sandbox_id=bindparam("p_sandbox_id"),
+    remote_expiry=bindparam("p_remote_expiry"),
+    hard_deadline=bindparam("p_sent_at") + c.timeout * 1_000_000,
+    running_at=_now,
+)
+GIVE_UP = _change([State.QUEUED], state=State.CLEANED, reason=bindparam("p_detail"), ended_at=_now)
+CLAIM = _change(
+    states.CLEANABLE,
+    or_(c.state != State.CLEANING, c.claimed_by.is_(None), c.claimed_by.in_(bindparam("p_claimers", expanding=True))),
+    state=State.CLEANING,
+    claimed_by=bindparam("p_actor"),
+    claimed_at=_now,
+    reason=func.coalesce(c.reason, bindparam("p_detail")),  # the first reason stays
+    cleaning_at=func.coalesce(c.cleaning_at, _now),
+)
+CLEANED = _change(states.sources(State.CLEANED) - {State.QUEUED}, _claimed_by_me, state=State.CLEANED, ended_at=_now)
+CREATE_FAILED = _change(
+    states.sources(State.CREATE_FAILED),
+    _claimed_by_me,
+    state=State.CREATE_FAILED,
+    last_error=bindparam("p_detail"),
+    ended_at=_now,
+)
+
+FOUND = update(sandboxes).where(_ticket, c.sandbox_id.is_(None)).values(sandbox_id=bindparam("p_sandbox_id"))
+EXTENDED = update(sandboxes).where(_ticket, c.state == State.RUNNING).values(remote_expiry=bindparam("p_remote_expiry"))
+NOTE = update(sandboxes).where(_ticket).values(last_error=bindparam("p_detail"))
+RECORD = select(sandboxes).where(_ticket)
+HISTORY = select(events).where(events.c.ticket == bindparam("p_ticket")).order_by(events.c.id)
