@@ -7,11 +7,12 @@ A guest's port is a real listening socket of this test, so the port proxy is dri
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import json
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -165,7 +166,6 @@ class World:
     clock: StepClock
     api: httpx.AsyncClient
     anonymous: httpx.AsyncClient
-    sandboxes: list[dict[str, Any]] = field(default_factory=list)
 
     async def create(self, path: str = "/v2/sandboxes", **body: Any) -> dict[str, Any]:
         answer = await self.api.post(path, json={"templateID": "base", **body})
@@ -191,19 +191,35 @@ class World:
         return {"E2b-Sandbox-Id": sandbox["sandboxID"], "E2b-Sandbox-Port": str(port)}
 
 
+Serve = Callable[..., Awaitable[World]]
+
+
 @pytest.fixture
-async def world() -> AsyncIterator[World]:
-    runtime = FakeRuntime()
-    clock = StepClock()
-    server = LocalServer(api_key=API_KEY, runtime=runtime, envd=FakeEnvd, clock=clock)
-    async with (
-        server,
-        httpx.AsyncClient(base_url=server.url, headers={"X-API-KEY": API_KEY}, trust_env=False) as api,
-        httpx.AsyncClient(base_url=server.url, trust_env=False) as anonymous,
-    ):
-        yield World(server, runtime, clock, api, anonymous)
+async def serve() -> AsyncIterator[Serve]:
+    """Start a server; `clock=None` gives it the host's own. Whatever the test did, nothing of it may be left."""
+    async with contextlib.AsyncExitStack() as stack:
+        runtime = FakeRuntime()
+
+        async def start(*, clock: StepClock | None) -> World:
+            server = LocalServer(api_key=API_KEY, runtime=runtime, envd=FakeEnvd, clock=clock)
+            await stack.enter_async_context(server)
+            key = {"X-API-KEY": API_KEY}
+            api, anonymous = (
+                httpx.AsyncClient(base_url=server.url, headers=headers, trust_env=False, timeout=PATIENCE)
+                for headers in (key, {})
+            )
+            await stack.enter_async_context(api)
+            await stack.enter_async_context(anonymous)
+            return World(server, runtime, clock or StepClock(), api, anonymous)
+
+        yield start
     assert runtime.closed
     assert not runtime.alive
+
+
+@pytest.fixture
+async def world(serve: Serve) -> World:
+    return await serve(clock=StepClock())
 
 
 @pytest.fixture
