@@ -75,24 +75,22 @@ class Calls:
     async def serve(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         """Run one RPC of a connectrpc application as a `Call`."""
         call = Call()
-        watcher: asyncio.Task[None] | None = None
         task = asyncio.current_task()
+        ahead: asyncio.Task[Message] | None = None
 
-        async def watch() -> None:
-            while (await receive())["type"] != "http.disconnect":
-                pass
-            call.end(ConnectError(Code.CANCELED, "the client left"))
+        async def look() -> Message:
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                call.end(ConnectError(Code.CANCELED, "the client left"))
+            return message
 
         async def watched_receive() -> Message:
-            """The request as it comes; once it is complete, one watcher of ours waits for the disconnect."""
-            nonlocal watcher
-            if watcher is None:
-                message = await receive()
-                if message["type"] == "http.request" and not message.get("more_body", False):
-                    watcher = asyncio.create_task(watch())
-                return message
-            await asyncio.wait([watcher])
-            return {"type": "http.disconnect"}
+            """The request as it comes, read one message ahead: else a disconnect shows only to a handler that asks."""
+            nonlocal ahead
+            ahead = ahead or asyncio.create_task(look())
+            await asyncio.wait([ahead])
+            message, ahead = ahead.result(), asyncio.create_task(look())
+            return message
 
         async def honest_send(message: Message) -> None:
             """Let no cancelled call say that it ended well."""
@@ -107,8 +105,8 @@ class Calls:
         finally:
             _current.reset(token)
             self._open.discard(call)
-            if watcher is not None:
-                watcher.cancel()
+            if ahead is not None:
+                ahead.cancel()
 
 
 class Mailbox(Generic[T]):

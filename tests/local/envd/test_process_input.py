@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import fcntl
+import json
 import sys
 import termios
 
@@ -101,6 +102,30 @@ async def test_input_for_a_command_that_does_not_read_disturbs_nobody(wire, serv
         await wire.call("SendSignal", select | {"signal": "SIGNAL_SIGKILL"})
         events, _ = await stream.rest()
     assert events[-1]["end"]["status"] == "signal: killed"
+
+
+async def test_a_stream_of_input_whose_client_left_is_dropped(wire, served, until):
+    async with wire.start("sleep 1000", {"stdin": True}) as stream:
+        messages = [
+            {"start": {"process": {"pid": stream.pid}}},
+            {"data": {"input": stdin(b"x" * 100_000)}},
+        ]
+        bodies = [json.dumps(message).encode() for message in messages]
+
+        async def feed():
+            for body in bodies:
+                yield b"\0" + len(body).to_bytes(4) + body
+            await asyncio.Event().wait()
+
+        feeding = asyncio.create_task(
+            wire.http.post(
+                "/process.Process/StreamInput", content=feed(), headers={"Content-Type": "application/connect+json"}
+            )
+        )
+        await until(lambda: _unread(served) >= 64 * 1024)
+        assert served.envd.open_calls == 2
+        feeding.cancel()
+        await until(lambda: served.envd.open_calls == 1)
 
 
 def _unread(served) -> int:
