@@ -28,7 +28,10 @@ def open_engine(db_path: str | os.PathLike[str]) -> Engine:
     `db_path` is a file for SQLite, or a URL (`postgresql+psycopg://…`). Raises LedgerError, telling what to do.
     """
     url = _url(db_path)
-    engine = _sqlite(url) if url.get_backend_name() == "sqlite" else create_engine(url, pool_pre_ping=True)
+    try:
+        engine = _sqlite(url) if url.get_backend_name() == "sqlite" else create_engine(url, pool_pre_ping=True)
+    except ModuleNotFoundError as error:
+        raise LedgerError("PostgreSQL needs a driver: pip install 'managed-e2b[postgres]'") from error
     try:
         _bring_to_head(engine, url)
     except (DBAPIError, OSError) as error:
@@ -49,11 +52,11 @@ def _url(db_path: str | os.PathLike[str]) -> URL:
             url = make_url(text_)
             if url.drivername in ("postgresql", "postgres"):
                 url = url.set(drivername="postgresql+psycopg")
-            url.get_dialect()
-        except (ArgumentError, NoSuchModuleError) as error:
-            raise LedgerError("db_path is not a database URL this can use: sqlite:///FILE or postgresql://…") from error
-        except ModuleNotFoundError as error:
-            raise LedgerError("PostgreSQL needs a driver: pip install 'managed-e2b[postgres]'") from error
+            backend = url.get_dialect().name
+        except (ArgumentError, NoSuchModuleError):
+            backend = "unknown"
+        if backend not in ("sqlite", "postgresql"):
+            raise LedgerError("db_path is not a database URL this can use: sqlite:///FILE or postgresql://…")
     else:
         url = URL.create("sqlite", database=text_)
     if url.get_backend_name() == "sqlite":
