@@ -1,0 +1,75 @@
+"""The file agent: one process of ours per sandbox that has joined its user and mount namespaces as root.
+
+Every path it opens is resolved inside the sandbox, so no link in there can name a file of the host. It is not in the
+sandbox's pid namespace: nothing inside can see, signal or trace it. What it can do is in `agent_ops`.
+
+Standard library only; runs in a fork of the spawner.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+from typing import Any
+
+from managed_e2b.local.runtime import agent_ops, channel, children, linux
+
+# User namespaces inside a sandbox would give every process there all capabilities over a mount namespace of its own.
+_NO_NESTED_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
+
+
+def run(pidfd: int, connection: socket.socket, report: socket.socket, parent: int) -> None:
+    """Enter the sandbox, finish what its first process has no right to do, report, and serve until its end."""
+    children.keep_only([pidfd, connection.fileno(), report.fileno()])
+    children.reset_signals()
+    os.setsid()
+    children.enter(pidfd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
+    os.umask(0o022)
+    os.close(pidfd)
+    linux.die_with_parent(signal.SIGKILL)
+    if os.getppid() != parent:
+        return
+    _prepare_sandbox()
+    report.send(b"{}")
+    report.close()
+    serve(connection)
+
+
+def _prepare_sandbox() -> None:
+    with children.step("mount"):
+        # bubblewrap mounts everything nosuid; the sudo stand-in lies below /usr.
+        linux.mount("none", "/usr", None, linux.MS_REMOUNT | linux.MS_BIND)
+    with children.step("forbid nested user namespaces"):
+        children.write_text(_NO_NESTED_USER_NAMESPACES, "0")
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests one after the other until the other side closes."""
+    decoder = channel.Decoder()
+    while True:
+        data, fds = channel.receive(connection)
+        if not data:
+            return
+        for request, received in decoder.feed(data, fds):
+            _answer(connection, request, received)
+
+
+def _answer(connection: socket.socket, request: channel.Message, received: list[int]) -> None:
+    reply: dict[str, Any] = {"id": request.get("id")}
+    fds: list[int] = []
+    try:
+        handler = agent_ops.HANDLERS.get(request.get("op", ""))
+        if handler is None:
+            raise OSError(38, "no such operation")
+        reply["value"], fds = handler(request.get("args", {}), received)
+    except OSError as error:
+        reply.update(children.failure(error))
+    except Exception as error:  # noqa: BLE001 - one bad request must not end the agent; the caller gets the error
+        reply.update(errno=5, message=f"{type(error).__name__}: {error}", step="agent")
+    finally:
+        channel.close_all(received)
+    try:
+        channel.send(connection, reply, fds)
+    finally:
+        channel.close_all(fds)

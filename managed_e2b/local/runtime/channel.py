@@ -1,0 +1,111 @@
+"""Messages between the server, the spawner and the file agents: JSON with descriptors, over unix stream sockets.
+
+A frame is a 4-byte big-endian length and that many bytes of a JSON object; descriptors travel beside the frame's
+first byte (SCM_RIGHTS) and the object's member `fds` tells how many belong to it. Requests are `{"id", "op",
+"args"}`, answers `{"id", "value"}` or `{"id", "errno", "message", "step"}`, and events `{"event", …}`. Strings may
+carry undecodable bytes as lone surrogates, as Python's file system encoding does.
+
+Standard library only, and no asyncio: the spawner stays small because every process of ours begins as a fork of it.
+"""
+
+from __future__ import annotations
+
+import array
+import json
+import os
+import socket
+import struct
+from collections import deque
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+MAX_FRAME = 16 * 1024 * 1024
+MAX_FDS = 16
+_HEADER = struct.Struct("!I")
+_ANCILLARY = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
+
+Message = dict[str, Any]
+
+
+class ProtocolError(Exception):
+    """The other side sent what is not a frame. The connection is of no more use."""
+
+
+def encode(message: Message, fds: Sequence[int] = ()) -> bytes:
+    """One frame. Raises ProtocolError when it would be larger than the other side accepts."""
+    body = json.dumps({**message, "fds": len(fds)} if fds else message, separators=(",", ":")).encode()
+    if len(body) > MAX_FRAME or len(fds) > MAX_FDS:
+        raise ProtocolError(f"a message of {len(body)} bytes with {len(fds)} descriptors is too large")
+    return _HEADER.pack(len(body)) + body
+
+
+def ancillary(fds: Sequence[int]) -> list[tuple[int, int, bytes]]:
+    """What `sendmsg` takes to pass descriptors."""
+    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
+
+
+def receive(sock: socket.socket, size: int = 65536) -> tuple[bytes, list[int]]:
+    """Bytes and (close-on-exec) descriptors; no bytes at the end of the stream."""
+    data, control, flags, _ = sock.recvmsg(size, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
+    fds = array.array("i")
+    for level, kind, payload in control:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
+    if flags & socket.MSG_CTRUNC:
+        close_all(fds)
+        raise ProtocolError("descriptors were lost on the way")
+    return data, list(fds)
+
+
+def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
+    """Send one frame on a blocking socket. The caller keeps its descriptors."""
+    frame = encode(message, fds)
+    sent = sock.sendmsg([frame], ancillary(fds), socket.MSG_NOSIGNAL)
+    if sent < len(frame):
+        sock.sendall(frame[sent:], socket.MSG_NOSIGNAL)
+
+
+class Decoder:
+    """Puts frames together again from what `receive` gave."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+        self._fds: deque[int] = deque()
+
+    def feed(self, data: bytes, fds: Iterable[int] = ()) -> list[tuple[Message, list[int]]]:
+        """The messages that are complete now. Their descriptors belong to the caller. Raises ProtocolError."""
+        self._data += data
+        self._fds.extend(fds)
+        messages: list[tuple[Message, list[int]]] = []
+        while len(self._data) >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(self._data)
+            if length > MAX_FRAME:
+                raise ProtocolError(f"a frame of {length} bytes")
+            if len(self._data) < _HEADER.size + length:
+                break
+            body = bytes(self._data[_HEADER.size : _HEADER.size + length])
+            del self._data[: _HEADER.size + length]
+            messages.append(self._message(body))
+        return messages
+
+    def _message(self, body: bytes) -> tuple[Message, list[int]]:
+        try:
+            message = json.loads(body)
+        except ValueError as error:
+            raise ProtocolError("a frame that is not JSON") from error
+        if not isinstance(message, dict):
+            raise ProtocolError("a frame that is not an object")
+        count = message.pop("fds", 0)
+        if not isinstance(count, int) or not 0 <= count <= len(self._fds):
+            raise ProtocolError("a frame that names descriptors which did not come")
+        return message, [self._fds.popleft() for _ in range(count)]
+
+    def close(self) -> None:
+        """Close descriptors of a frame that never became complete."""
+        close_all(self._fds)
+        self._fds.clear()
+
+
+def close_all(fds: Iterable[int]) -> None:
+    for fd in fds:
+        os.close(fd)

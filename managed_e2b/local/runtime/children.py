@@ -1,0 +1,236 @@
+"""What the spawner's forks do: enter a sandbox and become a command of it, or look at it from within and report.
+
+A fork tells its result through a SEQPACKET socket, one JSON object a message with descriptors beside it, and never
+returns. Standard library only. After `enter` the host's files are out of sight, so nothing may be imported any more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import resource
+import signal
+import socket
+import sys
+import warnings  # noqa: F401 - os.execvpe imports it, which it no longer can once inside
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from managed_e2b.local.runtime import channel, linux
+
+INSIDE = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
+INSIDE |= linux.CLONE_NEWNET
+_ID_LIMIT = 2**32 - 1  # -1 to the kernel: "leave as it is"
+OOM_SCORE = 500  # a sandbox goes before the server and before what else runs on the host
+_MAX_PROCESSES = 8192  # of one user in one sandbox; a fork bomb ends there
+CGROUP_NAMESPACE = "/proc/self/ns/cgroup"
+
+
+@dataclass(frozen=True)
+class Job:
+    """One command, as it came over the wire and was checked."""
+
+    argv: list[str]
+    env: dict[str, str]
+    cwd: str
+    uid: int
+    gid: int
+    groups: list[int]
+    stdin: bool
+    pty: tuple[int, int] | None  # columns, rows
+
+    @classmethod
+    def parse(cls, args: dict[str, Any]) -> Job:
+        """Raises ValueError, KeyError or TypeError for anything that is not a command."""
+        argv, env, cwd, pty = args["argv"], args["env"], args["cwd"], args["pty"]
+        if not argv or not all(_is_text(word) for word in argv):
+            raise ValueError("argv must be a list of strings without NUL characters")
+        if not all(_is_text(key) and key and "=" not in key and _is_text(value) for key, value in env.items()):
+            raise ValueError("env must map names to strings without NUL characters")
+        if not (_is_text(cwd) and cwd.startswith("/")):
+            raise ValueError("cwd must be an absolute path")
+        ids = [args["uid"], args["gid"], *args["groups"]]
+        if not all(isinstance(number, int) and 0 <= number < _ID_LIMIT for number in ids):
+            raise ValueError("an id is out of range")
+        size = (int(pty[0]), int(pty[1])) if pty else None
+        return cls(list(argv), dict(env), cwd, ids[0], ids[1], ids[2:], bool(args["stdin"]), size)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str) and "\0" not in value
+
+
+class StepError(OSError):
+    """A system call of a fork failed: which one, for people and for the server's error mapping."""
+
+    def __init__(self, step: str, cause: OSError) -> None:
+        super().__init__(cause.errno, cause.strerror or str(cause))
+        self.step = step
+
+
+@contextlib.contextmanager
+def step(name: str) -> Any:
+    try:
+        yield
+    except OSError as error:
+        raise StepError(name, error) from error
+
+
+def fork(run: Callable[[], None], report: socket.socket | None = None) -> int:
+    """Fork; the child runs `run` and ends, and its failure goes to `report`. Returns the child's pid."""
+    pid = os.fork()
+    if pid:
+        return pid
+    status = 70
+    try:
+        run()
+        status = 0
+    except OSError as error:
+        if report is not None:
+            tell(report, failure(error))
+    except Exception as error:  # noqa: BLE001 - the end of the process: there is no caller who could see it
+        if report is not None:
+            tell(report, {"errno": 0, "message": f"{type(error).__name__}: {error}", "step": "spawner"})
+    finally:
+        os._exit(status)
+
+
+def failure(error: OSError) -> dict[str, Any]:
+    return {
+        "errno": error.errno or 0,
+        "message": error.strerror or str(error),
+        "step": getattr(error, "step", "spawner"),
+    }
+
+
+def tell(report: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
+    # The server may be gone already; then there is nobody to tell, and this process ends in any case.
+    with contextlib.suppress(OSError):
+        report.sendmsg([json.dumps(message).encode()], channel.ancillary(fds), socket.MSG_NOSIGNAL)
+
+
+def keep_only(fds: Sequence[int]) -> None:
+    """Close every descriptor above 2 but these: a fork of the spawner holds what belongs to other sandboxes."""
+    start = 3
+    for fd in sorted(fds):
+        if fd >= start:
+            os.closerange(start, fd)
+            start = fd + 1
+    os.closerange(start, resource.getrlimit(resource.RLIMIT_NOFILE)[1] & 0x7FFFFFFF)
+
+
+def reset_signals() -> None:
+    """As a login would give them: default actions, nothing blocked."""
+    signal.set_wakeup_fd(-1)
+    for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def seal_imports() -> None:
+    """From here on an import can only fail: it would run a file of the sandbox in a process of ours."""
+    sys.path.clear()
+    sys.meta_path.clear()
+    sys.path_hooks.clear()
+    sys.path_importer_cache.clear()
+
+
+def enter(pidfd: int, namespaces: int) -> None:
+    """Join the namespaces of a sandbox's first process, as its root with all capabilities over them."""
+    linux.set_dumpable(False)
+    seal_imports()
+    with step("setns"):
+        linux.setns(pidfd, namespaces)
+    become_root()
+
+
+def become_root() -> None:
+    """Root of the user namespace just entered: the id of the host that we still have must not go in."""
+    # With one id, an ordinary user may not call setgroups: the groups stay, and lead to nothing that is in there.
+    with contextlib.suppress(PermissionError):
+        os.setgroups([])
+    os.setresgid(0, 0, 0)
+    os.setresuid(0, 0, 0)
+
+
+def run_command(pidfd: int, job: Job, report: socket.socket) -> None:
+    """Fork into the sandbox's pid namespace, tell the host's pid of that fork, and end: the spawner inherits it."""
+    keep_only([pidfd, report.fileno()])
+    reset_signals()
+    with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
+        write_text("/proc/self/oom_score_adj", str(OOM_SCORE))
+    enter(pidfd, INSIDE)
+    child = fork(lambda: _become_command(job, report), report)
+    handle = os.pidfd_open(child)
+    tell(report, {"child": child}, [handle])
+
+
+def _become_command(job: Job, report: socket.socket) -> NoReturn:
+    os.setsid()
+    # A namespace that tells who belongs to this command: every descendant has it, and none can leave it.
+    with step("unshare"):
+        linux.unshare(linux.CLONE_NEWCGROUP)
+    marker = os.open(CGROUP_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
+    _limit_resources()
+    linux.limit_capabilities()
+    with step("user"):
+        with contextlib.suppress(PermissionError):
+            os.setgroups(job.groups)
+        os.setresgid(job.gid, job.gid, job.gid)
+        os.setresuid(job.uid, job.uid, job.uid)
+    linux.set_dumpable(False)  # changing ids may have made us dumpable again
+    os.umask(0o022)
+    with step("cwd"):
+        os.chdir(job.cwd)
+    with step("stdio"):
+        ours, ends = _open_stdio(job)
+    tell(report, {"pid": os.getpid(), "stdio": ends}, [marker, *ours])
+    with step("exec"):
+        os.execvpe(job.argv[0], job.argv, job.env)
+
+
+def _open_stdio(job: Job) -> tuple[list[int], list[str]]:
+    """Put the command's side at 0, 1 and 2; return the server's side and its names.
+
+    Made here, as the command's user: /dev/stdout and the terminal then belong to whoever may want to open them by name.
+    """
+    if job.pty:
+        master, slave = linux.open_pty(*job.pty)
+        linux.make_controlling_terminal(slave)
+        _install(slave, slave, slave)
+        return [master], ["pty"]
+    ours, ends = [], []
+    theirs = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+    if job.stdin:
+        theirs, writer = os.pipe2(os.O_CLOEXEC)
+        ours.append(writer)
+        ends.append("stdin")
+    out_reader, out = os.pipe2(os.O_CLOEXEC)
+    err_reader, err = os.pipe2(os.O_CLOEXEC)
+    _install(theirs, out, err)
+    return [*ours, out_reader, err_reader], [*ends, "stdout", "stderr"]
+
+
+def _install(*fds: int) -> None:
+    # Above 2 first, so that no dup2 overwrites one that is still needed.
+    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds]
+    for target, fd in enumerate(high):
+        os.dup2(fd, target)
+
+
+def _limit_resources() -> None:
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    most = _MAX_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, _MAX_PROCESSES)
+    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
+
+
+def write_text(path: str, text: str) -> None:
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(fd, text.encode())
+    finally:
+        os.close(fd)

@@ -1,0 +1,86 @@
+"""The fork that becomes a sandbox: a new user namespace, its directories, then bubblewrap in its place.
+
+Standard library only; runs in a fork of the spawner.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from managed_e2b.local.runtime import children, linux
+from managed_e2b.local.runtime.userns import MapSpec, enter_new
+
+# Descriptors of the first process inside; `bwrap.py` writes its script with these numbers.
+LIFE_FD = 10
+READY_FD = 11
+INFO_FD = 12
+READY = b"ready\n"
+
+_MAX_FRAME_TEXT = 4000
+
+
+@dataclass(frozen=True)
+class LaunchPipes:
+    life_reader: int
+    status_writer: int
+    info_writer: int
+
+
+def become_sandbox(spec: MapSpec, argv: Sequence[str], mkdirs: Sequence[str], pipes: LaunchPipes, parent: int) -> None:
+    """Never returns on success. A failure is told on the status pipe, as bubblewrap tells its own."""
+    children.reset_signals()
+    os.setsid()
+    os.umask(0o022)
+    try:
+        _exec_bubblewrap(spec, argv, mkdirs, pipes, parent)
+    except OSError as error:
+        where = getattr(error, "step", "launch")
+        os.write(pipes.status_writer, f"{where}: {error.strerror or error}"[:_MAX_FRAME_TEXT].encode())
+
+
+def _exec_bubblewrap(
+    spec: MapSpec, argv: Sequence[str], mkdirs: Sequence[str], pipes: LaunchPipes, parent: int
+) -> NoReturn:
+    _arrange(pipes)
+    enter_new(spec)
+    with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
+        children.write_text("/proc/self/oom_score_adj", str(children.OOM_SCORE))
+    with children.step("prepare directories"):
+        for directory in mkdirs:
+            os.mkdir(directory, 0o755)
+    linux.die_with_parent(signal.SIGKILL)  # after the change of ids, which clears it
+    if os.getppid() != parent:
+        os._exit(1)
+    with children.step("exec bwrap"):
+        os.execve(argv[0], list(argv), {})
+
+
+def _arrange(pipes: LaunchPipes) -> None:
+    """Give the pipes their numbers, make the status pipe stderr too, and close everything else."""
+    null = os.open("/dev/null", os.O_RDWR)
+    wanted = {0: null, 1: null, 2: pipes.status_writer, LIFE_FD: pipes.life_reader, READY_FD: pipes.status_writer}
+    wanted[INFO_FD] = pipes.info_writer
+    high = {target: _duplicate_above(fd, 64) for target, fd in wanted.items()}
+    for target, fd in high.items():
+        os.dup2(fd, target, inheritable=True)
+    children.keep_only([LIFE_FD, READY_FD, INFO_FD])
+
+
+def _duplicate_above(fd: int, lowest: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_DUPFD, lowest)
+
+
+def child_pid(info: bytes) -> int:
+    """The host's pid of the sandbox's first process, from bubblewrap's --info-fd. Raises ValueError."""
+    value: Any = json.loads(info)
+    pid = value.get("child-pid") if isinstance(value, dict) else None
+    if not isinstance(pid, int):
+        raise ValueError("bubblewrap did not tell the sandbox's process")
+    return pid

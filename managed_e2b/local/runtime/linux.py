@@ -1,0 +1,134 @@
+"""The few Linux calls that Python 3.11 does not offer, as functions that raise OSError.
+
+Standard library only: the spawner and everything it forks import this before they enter a sandbox.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import struct
+import termios
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_REMOUNT = 0x20
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+
+_PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
+_PR_CAPBSET_DROP = 24
+_PR_SET_CHILD_SUBREAPER = 36
+_TIOCGPTPEER = 0x5441
+_TIOCSPTLCK = 0x40045431
+
+# What root inside a sandbox may do, by capability number: what containers usually get, and nothing that changes mounts,
+# namespaces or the kernel, or that reaches into processes with more rights (the sandbox's first process).
+ROOT_CAPABILITIES = frozenset(
+    {
+        0,  # chown
+        1,  # dac_override
+        3,  # fowner
+        4,  # fsetid
+        5,  # kill
+        6,  # setgid
+        7,  # setuid
+        8,  # setpcap
+        10,  # net_bind_service
+        13,  # net_raw
+        15,  # ipc_owner
+        18,  # sys_chroot
+        27,  # mknod
+        28,  # lease
+        29,  # audit_write
+        31,  # setfcap
+    }
+)
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+_libc.prctl.argtypes = (ctypes.c_int, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong, ctypes.c_ulong)
+
+
+def _check(result: int, what: str) -> None:
+    if result < 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+
+
+def setns(fd: int, flags: int) -> None:
+    """Enter the namespaces `flags` of the process behind a pidfd, or the one namespace behind `fd`."""
+    _check(_libc.setns(fd, flags), "setns")
+
+
+def unshare(flags: int) -> None:
+    _check(_libc.unshare(flags), "unshare")
+
+
+def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
+    _check(
+        _libc.mount(
+            os.fsencode(source), os.fsencode(target), kind.encode() if kind else None, flags, os.fsencode(data)
+        ),
+        f"mount {target}",
+    )
+
+
+def _prctl(option: int, value: int) -> None:
+    _check(_libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
+
+
+def set_dumpable(yes: bool) -> None:
+    """Not dumpable: no process of a sandbox may trace this one or follow its /proc/PID/{exe,mem,fd,root} links.
+
+    Inherited by fork, reset by execve, and stronger than root inside a user namespace below ours.
+    """
+    _prctl(_PR_SET_DUMPABLE, int(yes))
+
+
+def die_with_parent(signal_number: int) -> None:
+    """Get a signal when the parent's thread ends. Lost when ids change, so call it after that."""
+    _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def become_subreaper() -> None:
+    """Orphaned descendants become our children, those in pid namespaces that we entered by setns included."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def limit_capabilities() -> None:
+    """Drop everything but ROOT_CAPABILITIES from the bounding set: no later execve, setuid or not, gets it back."""
+    for number in range(64):
+        if number in ROOT_CAPABILITIES:
+            continue
+        if _libc.prctl(_PR_CAPBSET_DROP, number, 0, 0, 0) < 0:
+            return  # EINVAL: past the last capability of this kernel
+
+
+def open_pty(cols: int, rows: int) -> tuple[int, int]:
+    """A new terminal of the devpts that is mounted here: (master, slave), both close-on-exec, of the given size."""
+    master = os.open("/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
+    slave = fcntl.ioctl(master, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    resize_pty(master, cols, rows)
+    return master, slave
+
+
+def resize_pty(fd: int, cols: int, rows: int) -> None:
+    fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows & 0xFFFF, cols & 0xFFFF, 0, 0))
+
+
+def make_controlling_terminal(fd: int) -> None:
+    """Of the caller's session, which must be new."""
+    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)

@@ -1,0 +1,454 @@
+"""The one small process that makes sandboxes and puts processes into them, for a server that must not fork.
+
+The server is threaded and asynchronous, while entering a user namespace takes a single thread; and what belongs to a
+sandbox's own ids can only be touched from within its namespaces. So one process, with one thread, the standard
+library and an empty environment, does it all: it forks, and the fork enters a sandbox and becomes the command. It
+never holds the API key, its children hold no descriptor of another sandbox, and it ends with the server, which ends
+every sandbox.
+
+Requests come over one socket (`channel`); an operation that takes time goes on in a fork while the next request is
+served.
+
+| op | arguments | value; descriptors |
+|---|---|---|
+| configure | uids, gids, via, helpers | |
+| view | directory | a path by which the sandboxes' ids can reach it |
+| check_overlay | directory (made) | whether it can hold the upper layer of an overlay (`upkeep.try_overlay`) |
+| build | directories (made), root, usr, facts | the layers of a template (`base_template.build`) |
+| empty | directory | |
+| launch | sandbox, argv, mkdirs | host pid; pidfd, life pipe, agent's socket, agent's pidfd |
+| spawn | sandbox, argv, env, cwd, uid, gid, groups, stdin, pty | pid, child, stdio; pidfd, marker, stdio descriptors |
+| kill_marked | sandbox; + marker | |
+| signal_all | sandbox, signal | |
+| dial | sandbox, port | ; a connected socket |
+| usage | sandbox, directories | see `look.usage` |
+| bury | sandbox, directory | once nothing of it runs, its directory is removed |
+
+Events: `{"event": "exit", "job": id of the spawn request, "code": …, "signal": …}`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from managed_e2b.local.runtime import agent, base_template, channel, children, launch, linux, look, upkeep
+from managed_e2b.local.runtime.launch import LaunchPipes
+from managed_e2b.local.runtime.userns import MapSpec
+
+_STATUS_LIMIT = 65536
+
+Report = list[tuple[dict[str, Any], list[int]]]
+
+
+class BadRequest(Exception):
+    """A request that cannot be understood or that names a sandbox which is not there."""
+
+
+@dataclass
+class Sandbox:
+    """A sandbox that was launched and is not buried yet. `bwrap` is the pid of bubblewrap outside, None once reaped."""
+
+    bwrap: int | None
+    pidfd: int
+    waiters: list[Callable[[], None]] = field(default_factory=list)
+
+
+@dataclass
+class Launching:
+    """A launch under way: the status pipe has not said "ready" yet."""
+
+    request: int
+    name: str
+    bwrap: int
+    info: int
+    life: int
+    text: bytes = b""
+
+
+class Spawner:
+    def __init__(self, server: socket.socket) -> None:
+        self._server = server
+        self._decoder = channel.Decoder()
+        self._selector = selectors.DefaultSelector()
+        self._sandboxes: dict[str, Sandbox] = {}
+        self._jobs: dict[int, int] = {}  # pid of a command → its request
+        self._unclaimed: dict[int, int] = {}  # pid → status, reaped before we knew what it was
+        self._forks: set[int] = set()  # forks whose report is still open
+        self._ignored: set[int] = set()  # children whose end means nothing: their report tells it all
+        self._bwraps: dict[int, str] = {}
+        self._spec: MapSpec | None = None
+        self._maintenance = -1  # a user namespace with the sandboxes' id map, to build and remove their files in
+        self._ended = False
+
+    # -- the loop ------------------------------------------------------------------------------------------------
+
+    def run(self) -> None:
+        """Serve until the server is gone."""
+        wake_reader, wake_writer = socket.socketpair()
+        for end in (wake_reader, wake_writer):
+            end.setblocking(False)
+        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
+        self._selector.register(wake_reader, selectors.EVENT_READ, lambda: self._reap(wake_reader))
+        self._selector.register(self._server, selectors.EVENT_READ, self._on_request)
+        # The end of the socket tells of the server's end too, unless a fork of the server holds a copy of it.
+        self._selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, self._end)
+        while not self._ended:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _end(self) -> None:
+        self._ended = True
+
+    def _on_request(self) -> None:
+        data, fds = channel.receive(self._server)
+        if not data:
+            self._ended = True
+            return
+        for message, received in self._decoder.feed(data, fds):
+            try:
+                self._dispatch(message, received)
+            except OSError as error:
+                self._answer(message.get("id"), children.failure(error))
+            except (BadRequest, KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+                text = f"bad request: {type(error).__name__}: {error}"
+                self._answer(message.get("id"), {"errno": errno.EINVAL, "message": text, "step": "spawner"})
+            finally:
+                channel.close_all(received)
+
+    def _dispatch(self, message: channel.Message, fds: list[int]) -> None:
+        op, args, request = message.get("op"), message.get("args"), message.get("id")
+        if not isinstance(op, str) or not isinstance(args, dict) or not isinstance(request, int):
+            raise BadRequest("op, args or id")
+        operation = self._OPERATIONS.get(op)
+        if operation is None:
+            raise BadRequest(f"no operation {op!r}")
+        operation(self, request, args, fds)
+
+    def _answer(self, request: Any, body: dict[str, Any], fds: list[int] | None = None) -> None:
+        self._send({"id": request, **body}, fds or [])
+
+    def _send(self, message: channel.Message, fds: list[int]) -> None:
+        try:
+            channel.send(self._server, message, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            self._ended = True
+
+    # -- forks and their reports ----------------------------------------------------------------------------------
+
+    def _fork(self, run: Callable[[socket.socket], None], done: Callable[[Report], None]) -> int:
+        """Fork with a report socket; `done` gets what was told, once every process that could tell more has ended."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            pid = children.fork(lambda: run(theirs), theirs)
+        self._forks.add(pid)
+        self._ignored.add(pid)
+        told: Report = []
+
+        def on_message() -> None:
+            data, fds = channel.receive(ours)
+            if data:
+                told.append((json.loads(data), fds))
+                return
+            self._selector.unregister(ours)
+            ours.close()
+            self._forks.discard(pid)
+            try:
+                done(told)
+            finally:
+                for _, received in told:
+                    channel.close_all(received)
+                if not self._forks:
+                    self._unclaimed.clear()
+
+        self._selector.register(ours, selectors.EVENT_READ, on_message)
+        return pid
+
+    def _relay(self, request: int) -> Callable[[Report], None]:
+        """Pass on the one value, or the failure, that a fork told."""
+
+        def done(told: Report) -> None:
+            for body, fds in told:
+                self._answer(request, body, fds)
+                return
+            self._answer(request, {"errno": errno.EIO, "message": "the helper process died", "step": "spawner"})
+
+        return done
+
+    def _visit(
+        self, request: int, name: Any, namespaces: int, action: Callable[[int], look.Answer], keep: int = -1
+    ) -> None:
+        pidfd = self._sandbox(name).pidfd
+        self._fork(
+            lambda report: look.visit(pidfd, namespaces, lambda: action(pidfd), report, keep), self._relay(request)
+        )
+
+    def _maintain(self, request: int, work: Callable[[], Any]) -> None:
+        """Run `work` in a fork, as root of the maintenance namespace."""
+        if self._maintenance < 0:
+            raise BadRequest("not configured")
+        fd = self._maintenance
+
+        def run(report: socket.socket) -> None:
+            children.keep_only([fd, report.fileno()])
+            children.reset_signals()
+            linux.setns(fd, linux.CLONE_NEWUSER)
+            children.become_root()
+            os.umask(0o022)
+            children.tell(report, {"value": work()})
+
+        self._fork(run, self._relay(request))
+
+    def _sandbox(self, name: Any) -> Sandbox:
+        sandbox = self._sandboxes.get(name) if isinstance(name, str) else None
+        if sandbox is None:
+            raise OSError(errno.ESRCH, "no such sandbox")
+        return sandbox
+
+    # -- children that ended ---------------------------------------------------------------------------------------
+
+    def _reap(self, wake: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError):
+            while wake.recv(4096):
+                pass
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                return
+            if pid == 0:
+                return
+            if pid in self._jobs:
+                self._tell_exit(self._jobs.pop(pid), status)
+            elif pid in self._bwraps:
+                self._bwrap_ended(self._bwraps.pop(pid))
+            elif pid in self._ignored:
+                self._ignored.discard(pid)
+            elif self._forks:
+                self._unclaimed[pid] = status
+
+    def _tell_exit(self, job: int, status: int) -> None:
+        code = os.waitstatus_to_exitcode(status)
+        ended = {"code": code, "signal": None} if code >= 0 else {"code": None, "signal": -code}
+        self._send({"event": "exit", "job": job, **ended}, [])
+
+    def _bwrap_ended(self, name: str) -> None:
+        sandbox = self._sandboxes.get(name)
+        if sandbox is None:
+            return
+        sandbox.bwrap = None
+        for go_on in sandbox.waiters:
+            go_on()
+        sandbox.waiters.clear()
+
+    # -- operations ------------------------------------------------------------------------------------------------
+
+    def _configure(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        spec = MapSpec(args["uids"], args["gids"], args["via"], args["helpers"])
+        self._maintenance = upkeep.keep_user_namespace(spec)
+        self._spec = spec
+        self._answer(request, {"value": None})
+
+    def _view(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        self._answer(request, {"value": upkeep.reachable(args["directory"])})
+
+    def _check_overlay(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directory = args["directory"]
+        self._maintain(request, lambda: upkeep.try_overlay(directory))
+
+    def _build(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directories, root, usr, facts = list(args["directories"]), args["root"], args["usr"], args["facts"]
+
+        def build() -> dict[str, Any]:
+            for directory in directories:
+                os.mkdir(directory, 0o755)
+            return base_template.build(root, usr, facts)
+
+        self._maintain(request, build)
+
+    def _empty(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directory = args["directory"]
+        self._maintain(request, lambda: upkeep.empty(directory))
+
+    def _launch(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        name, argv, mkdirs = args["sandbox"], args["argv"], args["mkdirs"]
+        spec = self._spec
+        if spec is None or not isinstance(name, str) or name in self._sandboxes or name in self._bwraps.values():
+            raise BadRequest("not configured, or the sandbox exists")
+        life_reader, life_writer = os.pipe2(os.O_CLOEXEC)
+        status_reader, status_writer = os.pipe2(os.O_CLOEXEC)
+        info_reader, info_writer = os.pipe2(os.O_CLOEXEC)
+        pipes, parent = LaunchPipes(life_reader, status_writer, info_writer), os.getpid()
+        bwrap = children.fork(lambda: launch.become_sandbox(spec, argv, mkdirs, pipes, parent))
+        channel.close_all((life_reader, status_writer, info_writer))
+        self._bwraps[bwrap] = name
+        state = Launching(request, name, bwrap, info_reader, life_writer)
+        self._selector.register(status_reader, selectors.EVENT_READ, lambda: self._on_status(status_reader, state))
+
+    def _on_status(self, fd: int, state: Launching) -> None:
+        data = os.read(fd, 4096)
+        state.text = (state.text + data)[-_STATUS_LIMIT:]
+        if data and launch.READY not in state.text:
+            return
+        self._selector.unregister(fd)
+        os.close(fd)
+        info = os.read(state.info, 4096)
+        os.close(state.info)
+        if not data:
+            text = state.text.decode("utf-8", "replace").strip() or "bubblewrap ended without a word"
+            self._launch_failed(state, {"errno": errno.EIO, "message": text, "step": "launch"})
+            return
+        try:
+            pidfd = _open_child(launch.child_pid(info), state.bwrap)
+        except (OSError, ValueError) as error:
+            self._launch_failed(state, {"errno": errno.EIO, "message": str(error), "step": "launch"})
+            return
+        self._sandboxes[state.name] = Sandbox(state.bwrap, pidfd)
+        self._start_agent(state, pidfd)
+
+    def _start_agent(self, state: Launching, pidfd: int) -> None:
+        ours, theirs = socket.socketpair()
+        parent = os.getpid()
+
+        def done(told: Report) -> None:
+            with ours:
+                if not told or "errno" in told[0][0]:
+                    os.close(handle)
+                    body = told[0][0] if told else {"errno": errno.EIO, "message": "the agent died", "step": "agent"}
+                    self._launch_failed(state, body)
+                    return
+                given = [pidfd, state.life, ours.fileno(), handle]
+                self._answer(state.request, {"value": {"pid": state.bwrap}}, given)
+            channel.close_all((state.life, handle))
+
+        with theirs:
+            pid = self._fork(lambda report: agent.run(pidfd, theirs, report, parent), done)
+        handle = os.pidfd_open(pid)  # our own child, and not reaped before the next turn of the loop
+
+    def _launch_failed(self, state: Launching, body: dict[str, Any]) -> None:
+        """Tell of it once nothing of the sandbox runs any more. Its directory is the server's to have buried."""
+        os.close(state.life)
+        sandbox = self._sandboxes.setdefault(state.name, Sandbox(state.bwrap, -1))
+        if state.bwrap not in self._bwraps:
+            sandbox.bwrap = None
+        self._when_ended(sandbox, lambda: self._answer(state.request, body))
+
+    def _when_ended(self, sandbox: Sandbox, go_on: Callable[[], None]) -> None:
+        if sandbox.bwrap is None:
+            go_on()
+            return
+        sandbox.waiters.append(go_on)
+        os.kill(sandbox.bwrap, signal.SIGKILL)
+
+    def _spawn(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        pidfd, job = self._sandbox(args["sandbox"]).pidfd, children.Job.parse(args)
+        self._fork(lambda report: children.run_command(pidfd, job, report), lambda told: self._spawned(request, told))
+
+    def _spawned(self, request: int, told: Report) -> None:
+        merged: dict[str, Any] = {}
+        for body, _ in told:
+            merged.update(body)
+        child = merged.get("child")
+        early = self._unclaimed.pop(child, None) if isinstance(child, int) else None
+        if "errno" in merged or "pid" not in merged or child is None:
+            if child is not None and early is None:
+                self._ignored.add(child)
+            failed: dict[str, Any] = {key: merged[key] for key in ("errno", "message", "step") if key in merged}
+            self._answer(request, failed or {"errno": errno.ESRCH, "message": "the sandbox is gone", "step": "spawn"})
+            return
+        # Two processes told: the one outside (pidfd) and the command itself, in any order.
+        handles = next(fds for body, fds in told if "child" in body)
+        rest = next(fds for body, fds in told if "pid" in body)
+        value = {"pid": merged["pid"], "child": child, "stdio": merged["stdio"]}
+        self._answer(request, {"value": value}, [*handles, *rest])
+        if early is None:
+            self._jobs[child] = request
+        else:
+            self._tell_exit(request, early)
+
+    def _kill_marked(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        if len(fds) != 1:
+            raise BadRequest("one marker")
+        marker = fds[0]
+        inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
+        self._visit(request, args["sandbox"], inside, lambda _: look.kill_marked(marker), marker)
+
+    def _signal_all(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        number = signal.Signals(args["signal"])
+        inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
+        self._visit(request, args["sandbox"], inside, lambda _: look.signal_all(number))
+
+    def _dial(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        port = args["port"]
+        if not isinstance(port, int) or not 0 < port < 65536:
+            raise BadRequest("port")
+        inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNET
+        self._visit(request, args["sandbox"], inside, lambda _: look.dial(port))
+
+    def _usage(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directories = list(args["directories"])
+        self._visit(request, args["sandbox"], linux.CLONE_NEWUSER, lambda pidfd: look.usage(pidfd, directories))
+
+    def _bury(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        name, directory = args["sandbox"], args["directory"]
+        sandbox = self._sandboxes.get(name)
+
+        def remove() -> None:
+            if sandbox is not None:
+                self._sandboxes.pop(name, None)
+                if sandbox.pidfd >= 0:
+                    os.close(sandbox.pidfd)
+            self._maintain(request, lambda: upkeep.remove_tree(directory))
+
+        if sandbox is None:
+            remove()
+        else:
+            self._when_ended(sandbox, remove)
+
+    _OPERATIONS: ClassVar[dict[str, Callable[[Spawner, int, dict[str, Any], list[int]], None]]] = {
+        "configure": _configure,
+        "view": _view,
+        "empty": _empty,
+        "check_overlay": _check_overlay,
+        "build": _build,
+        "launch": _launch,
+        "spawn": _spawn,
+        "kill_marked": _kill_marked,
+        "signal_all": _signal_all,
+        "dial": _dial,
+        "usage": _usage,
+        "bury": _bury,
+    }
+
+
+def _open_child(pid: int, parent: int) -> int:
+    """A pidfd of `pid`, proved to be a child of `parent`, which has not been reaped. Raises OSError(ESRCH)."""
+    pidfd = os.pidfd_open(pid)
+    with open(f"/proc/{pid}/stat", "rb") as file:
+        fields = file.read().rpartition(b") ")[2].split()
+    if int(fields[1]) != parent:
+        os.close(pidfd)
+        raise OSError(errno.ESRCH, "the sandbox ended while it started")
+    return pidfd
+
+
+def main(fd: int) -> None:
+    """Run as the process that `link.SpawnerLink` starts, with its socket at `fd`."""
+    os.chdir("/")
+    os.umask(0o022)
+    linux.become_subreaper()
+    gc.collect()
+    gc.freeze()  # forks share these pages
+    with socket.socket(fileno=fd) as server:
+        server.set_inheritable(False)
+        Spawner(server).run()

@@ -1,0 +1,102 @@
+"""Where sandboxes keep their files: one directory a server, with a lock that tells whether that server still lives."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from managed_e2b.local.runtime.base import RuntimeUnavailable
+from managed_e2b.local.runtime.idmap import IdMap
+
+_SHM = Path("/dev/shm")
+_SHM_MINIMUM = 256 * 1024 * 1024
+
+
+def candidates(data_dir: str | os.PathLike[str] | None, uid: int, env: Mapping[str, str]) -> list[Path]:
+    """Places to try, best first. Memory comes last: what a sandbox writes there is not on disk."""
+    memory = [_SHM / f"me2b-{uid}"]
+    if data_dir is not None:
+        return [Path(data_dir), *memory]
+    if uid == 0:
+        return [Path("/var/lib/me2b"), *memory]
+    places = []
+    cache = env.get("XDG_CACHE_HOME") or (f"{env['HOME']}/.cache" if env.get("HOME") else "")
+    if cache.startswith("/"):
+        places.append(Path(cache) / "me2b" / "local")
+    if env.get("XDG_RUNTIME_DIR", "").startswith("/"):
+        places.append(Path(env["XDG_RUNTIME_DIR"]) / "me2b")
+    return [*places, *memory]
+
+
+def too_small(place: Path) -> bool:
+    """Whether a place in memory has too little room to be of use: containers often have 64 MB there."""
+    if _SHM not in place.parents:
+        return False
+    status = os.statvfs(_SHM)
+    return status.f_bavail * status.f_frsize < _SHM_MINIMUM
+
+
+@dataclass
+class Home:
+    """This server's directory below `top`, as the server sees it; `name` is its last component."""
+
+    top: Path
+    name: str
+    lock: int
+
+    @property
+    def path(self) -> Path:
+        return self.top / self.name
+
+    def release(self) -> None:
+        """Remove the (emptied) directory and the lock."""
+        self.path.rmdir()
+        _lock_file(self.top, self.name).unlink()
+        os.close(self.lock)
+
+
+def claim(top: Path, ids: IdMap) -> Home:
+    """Make `top` and in it our directory, which only the sandboxes' root may enter. Raises RuntimeUnavailable."""
+    try:
+        top.mkdir(parents=True, exist_ok=True, mode=0o711)
+        status = top.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+            raise RuntimeUnavailable(
+                f"{top} is not a directory that only you can write to: choose another with --data-dir"
+            )
+        name = secrets.token_hex(8)
+        lock = os.open(_lock_file(top, name), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        (top / name).mkdir(mode=0o700)
+        if os.geteuid() == 0:
+            os.chown(top / name, ids.root_uid, ids.root_gid)
+    except OSError as error:
+        raise RuntimeUnavailable(
+            f"cannot keep sandboxes in {top}: {error.strerror}; choose another with --data-dir"
+        ) from error
+    return Home(top, name, lock)
+
+
+def abandoned(top: Path) -> list[Home]:
+    """Directories of servers that have ended, each now locked by us. Those of living servers are left alone."""
+    found = []
+    for file in sorted(top.glob("*.lock")):
+        lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(lock)
+            continue
+        home = Home(top, file.name.removesuffix(".lock"), lock)
+        home.path.mkdir(exist_ok=True)  # it died between its lock and its directory
+        found.append(home)
+    return found
+
+
+def _lock_file(top: Path, name: str) -> Path:
+    return top / f"{name}.lock"

@@ -1,0 +1,123 @@
+"""What the spawner does on the host for the sandboxes' files: a way to them, a namespace with their ids, removal.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+from typing import Any
+
+from managed_e2b.local.runtime import channel, children, linux
+from managed_e2b.local.runtime.children import StepError
+from managed_e2b.local.runtime.userns import MapSpec, enter_new
+
+_VIEWPOINTS = ("/mnt", "/media", "/srv", "/tmp")
+
+
+def reachable(directory: str) -> str:
+    """Bind a directory where every id can reach it, in a mount namespace that only the spawner and its forks see.
+
+    The ids of the sandboxes are nobody on the host: they could not pass a directory such as /root on the way.
+    Returns the new path; the same one for ordinary users, who map themselves, and where root may not mount.
+    """
+    viewpoint = next((place for place in _VIEWPOINTS if os.path.isdir(place)), None)
+    if viewpoint is None or os.geteuid() != 0:
+        return directory
+    try:
+        linux.unshare(linux.CLONE_NEWNS)
+    except PermissionError:
+        return directory
+    linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+    linux.mount(directory, viewpoint, None, linux.MS_BIND)
+    return viewpoint
+
+
+def keep_user_namespace(spec: MapSpec) -> int:
+    """A descriptor of a new user namespace with this id map: it lives as long as the descriptor. Raises OSError."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+
+    def run() -> None:
+        enter_new(spec)
+        namespace = os.open("/proc/self/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        children.tell(theirs, {}, [namespace])
+
+    with ours, theirs:
+        pid = children.fork(run, theirs)
+        theirs.close()
+        data, fds = channel.receive(ours)
+        os.waitpid(pid, 0)
+    if not fds:
+        told = (
+            json.loads(data) if data else {"errno": errno.EIO, "message": "the helper died", "step": "user namespace"}
+        )
+        raise StepError(told["step"], OSError(told["errno"], told["message"]))
+    return fds[0]
+
+
+def try_overlay(directory: str) -> dict[str, Any]:
+    """Whether a new directory can hold an overlay: `{"ok", "detail", "xattrs"}`. For a fork: it leaves a mount."""
+    os.mkdir(directory)
+    names = {name: os.path.join(directory, name) for name in ("lower", "upper", "work", "merged")}
+    for path in names.values():
+        os.mkdir(path)
+    try:
+        linux.unshare(linux.CLONE_NEWNS)
+        layers = f"lowerdir={names['lower']},upperdir={names['upper']},workdir={names['work']},userxattr"
+        linux.mount("overlay", names["merged"], "overlay", 0, layers)
+        probe = os.path.join(names["merged"], "probe")
+        os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
+    except OSError as error:
+        return {"ok": False, "detail": error.strerror or str(error), "xattrs": False}
+    try:
+        os.setxattr(probe, "user.probe", b"1")
+    except OSError as error:
+        return {"ok": True, "detail": f"no user xattrs: {error.strerror}", "xattrs": False}
+    return {"ok": True, "detail": "", "xattrs": True}
+
+
+def remove_tree(top: str) -> None:
+    """Remove a directory and what is in it, as `empty` does. Missing is fine."""
+    try:
+        empty(top)
+    except FileNotFoundError:
+        return
+    os.rmdir(top)
+
+
+def empty(top: str) -> None:
+    """Remove what is in a directory: whatever a sandbox made there, of any depth; links are not followed.
+
+    For a fork, because it changes the working directory: so names stay short however deep it goes. Nobody else may be
+    changing the tree.
+    """
+    os.chdir(top)
+    pending = [_unlink_files()]
+    names: list[str] = []
+    while pending:
+        if pending[-1]:
+            names.append(pending[-1].pop())
+            os.chdir(names[-1])
+            pending.append(_unlink_files())
+            continue
+        pending.pop()
+        if names:
+            os.chdir("..")
+            os.rmdir(names.pop())
+    os.chdir("/")
+
+
+def _unlink_files() -> list[str]:
+    """Unlink what lies in the working directory but its directories, and name those."""
+    os.chmod(".", 0o700)
+    directories = []
+    with os.scandir(".") as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                directories.append(entry.name)
+            else:
+                os.unlink(entry.name)
+    return directories
