@@ -44,6 +44,8 @@ class BubblewrapRuntime:
         self._program = ""
         self._python: str | None = None
         self._guests: dict[str, BubblewrapGuest] = {}
+        self._launching: dict[str, asyncio.Task[BubblewrapGuest]] = {}
+        self._unwanted: set[asyncio.Task[None]] = set()
         self._exits: dict[int, asyncio.Future[Exit]] = {}
 
     @property
@@ -160,15 +162,17 @@ class BubblewrapRuntime:
     async def create(self, sandbox_id: str, *, template: str = "base") -> BubblewrapGuest:
         if template != "base":
             raise KeyError(template)
-        if not _SANDBOX_ID.fullmatch(sandbox_id) or sandbox_id in self._guests:
+        if not _SANDBOX_ID.fullmatch(sandbox_id) or sandbox_id in self._guests or sandbox_id in self._launching:
             raise ValueError(f"not a new sandbox id: {sandbox_id!r}")
         if self._spawner is None:
             raise RuntimeUnavailable("the runtime is not started")
         launching = asyncio.create_task(self._launch(self._spawner, sandbox_id))
+        self._launching[sandbox_id] = launching
+        launching.add_done_callback(lambda _: self._launching.pop(sandbox_id, None))
         try:
             return await asyncio.shield(launching)
         except asyncio.CancelledError:
-            launching.add_done_callback(_kill_unwanted)
+            launching.add_done_callback(self._kill_unwanted)
             raise
 
     async def _launch(self, spawner: SpawnerLink, sandbox_id: str) -> BubblewrapGuest:
@@ -201,6 +205,13 @@ class BubblewrapRuntime:
         self._guests[sandbox_id] = guest
         return guest
 
+    def _kill_unwanted(self, task: asyncio.Task[BubblewrapGuest]) -> None:
+        """The caller of `create` was cancelled while it went on: nobody else will kill what came of it."""
+        if not task.cancelled() and task.exception() is None:
+            killing = asyncio.create_task(task.result().kill())
+            self._unwanted.add(killing)
+            killing.add_done_callback(self._unwanted.discard)
+
     def _forget(self, guest: BubblewrapGuest) -> None:
         self._guests.pop(guest.sandbox_id, None)
 
@@ -222,8 +233,9 @@ class BubblewrapRuntime:
                 future.set_result(_KILLED)
 
     async def close(self) -> None:
-        for guest in list(self._guests.values()):
-            await guest.kill()
+        while self._launching:
+            await asyncio.wait(list(self._launching.values()))
+        await asyncio.gather(*(guest.kill() for guest in list(self._guests.values())))
         if self._spawner is not None:
             with contextlib.suppress(GuestGone):
                 await self._leave(self._spawner)
@@ -242,16 +254,3 @@ def _python_elsewhere() -> str | None:
             return None
         part = os.path.dirname(part)
     return prefix
-
-
-def _kill_unwanted(task: asyncio.Task[BubblewrapGuest]) -> None:
-    """The caller of `create` was cancelled while it went on: nobody else will kill what came of it."""
-    if task.cancelled() or task.exception() is not None:
-        return
-    guest = task.result()
-    killing = asyncio.ensure_future(guest.kill())
-    _unwanted.add(killing)
-    killing.add_done_callback(_unwanted.discard)
-
-
-_unwanted: set[asyncio.Future[None]] = set()

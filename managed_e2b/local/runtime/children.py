@@ -26,6 +26,7 @@ INSIDE |= linux.CLONE_NEWNET
 _ID_LIMIT = 2**32 - 1  # -1 to the kernel: "leave as it is"
 OOM_SCORE = 500  # a sandbox goes before the server and before what else runs on the host
 _MAX_PROCESSES = 8192  # of one user in one sandbox; a fork bomb ends there
+_OPEN_FILES = 1024  # the usual soft limit; a program may raise it
 CGROUP_NAMESPACE = "/proc/self/ns/cgroup"
 
 
@@ -222,6 +223,8 @@ def _install(*fds: int) -> None:
 
 
 def _limit_resources() -> None:
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(_OPEN_FILES, files), files))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
     most = _MAX_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, _MAX_PROCESSES)

@@ -42,7 +42,7 @@ class BubblewrapGuest:
         self._expect_exit = expect_exit
         self._on_buried = on_buried
         self._pidfd, self._life, agent_socket, self._agent_pidfd = fds
-        self._agent = Link(socket.socket(fileno=agent_socket))
+        self._agent = Link(socket.socket(fileno=agent_socket), on_end=self._on_agent_end)
         self._burial = asyncio.Lock()
         self._buried = False
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -54,6 +54,11 @@ class BubblewrapGuest:
         self._loop.remove_reader(self._pidfd)
         self._agent.close()
         self.dead.set()
+
+    def _on_agent_end(self) -> None:
+        # Without its agent a sandbox would be half alive. If this is the sandbox's own end, the signal hits nobody.
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     def _ended(self) -> bool:
         if self._buried or self.dead.is_set():
@@ -166,7 +171,6 @@ class BubblewrapGuest:
             with contextlib.suppress(GuestGone):  # no spawner: the next start of a server removes the directory
                 await self._spawner.call("bury", sandbox=self.sandbox_id, directory=self._directory)
             self._buried = True
-            self._agent.close()
             channel.close_all((self._pidfd, self._agent_pidfd, self._life))
             self._on_buried(self)
 

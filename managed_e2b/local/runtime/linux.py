@@ -30,6 +30,10 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
+_KEYCTL = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
+_KEYCTL_JOIN_SESSION_KEYRING = 1
+_KEYCTL_REVOKE = 3
+_SESSION_KEYRING = -3
 _TIOCGPTPEER = 0x5441
 _TIOCSPTLCK = 0x40045431
 
@@ -105,6 +109,13 @@ def die_with_parent(signal_number: int) -> None:
 def become_subreaper() -> None:
     """Orphaned descendants become our children, those in pid namespaces that we entered by setns included."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def forget_session_keyring() -> None:
+    """Leave the inherited session keyring for one of no use: whoever has a keyring may read its keys."""
+    number = _KEYCTL.get(os.uname().machine)
+    if number is not None and _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) >= 0:
+        _check(_libc.syscall(number, _KEYCTL_REVOKE, _SESSION_KEYRING), "keyctl")
 
 
 def limit_capabilities() -> None:

@@ -34,6 +34,7 @@ import errno
 import gc
 import json
 import os
+import resource
 import selectors
 import signal
 import socket
@@ -292,6 +293,7 @@ class Spawner:
         bwrap = children.fork(lambda: launch.become_sandbox(spec, argv, mkdirs, pipes, parent))
         channel.close_all((life_reader, status_writer, info_writer))
         self._bwraps[bwrap] = name
+        self._sandboxes[name] = Sandbox(bwrap, -1)
         state = Launching(request, name, bwrap, info_reader, life_writer)
         self._selector.register(status_reader, selectors.EVENT_READ, lambda: self._on_status(status_reader, state))
 
@@ -313,7 +315,12 @@ class Spawner:
         except (OSError, ValueError) as error:
             self._launch_failed(state, {"errno": errno.EIO, "message": str(error), "step": "launch"})
             return
-        self._sandboxes[state.name] = Sandbox(state.bwrap, pidfd)
+        sandbox = self._sandboxes.get(state.name)
+        if sandbox is None:  # buried meanwhile
+            os.close(pidfd)
+            os.close(state.life)
+            return
+        sandbox.pidfd = pidfd
         self._start_agent(state, pidfd)
 
     def _start_agent(self, state: Launching, pidfd: int) -> None:
@@ -338,17 +345,23 @@ class Spawner:
     def _launch_failed(self, state: Launching, body: dict[str, Any]) -> None:
         """Tell of it once nothing of the sandbox runs any more. Its directory is the server's to have buried."""
         os.close(state.life)
-        sandbox = self._sandboxes.setdefault(state.name, Sandbox(state.bwrap, -1))
-        if state.bwrap not in self._bwraps:
-            sandbox.bwrap = None
-        self._when_ended(sandbox, lambda: self._answer(state.request, body))
+        sandbox = self._sandboxes.get(state.name)
+        if sandbox is None:  # buried meanwhile
+            self._answer(state.request, body)
+        else:
+            self._when_ended(sandbox, lambda: self._answer(state.request, body))
 
     def _when_ended(self, sandbox: Sandbox, go_on: Callable[[], None]) -> None:
         if sandbox.bwrap is None:
             go_on()
             return
         sandbox.waiters.append(go_on)
-        os.kill(sandbox.bwrap, signal.SIGKILL)
+        if sandbox.pidfd < 0:  # still being made
+            os.kill(sandbox.bwrap, signal.SIGKILL)
+            return
+        # bubblewrap ends after its child, which ends after everything else inside.
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(sandbox.pidfd, signal.SIGKILL)
 
     def _spawn(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         pidfd, job = self._sandbox(args["sandbox"]).pidfd, children.Job.parse(args)
@@ -447,6 +460,9 @@ def main(fd: int) -> None:
     os.chdir("/")
     os.umask(0o022)
     linux.become_subreaper()
+    linux.forget_session_keyring()
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     gc.collect()
     gc.freeze()  # forks share these pages
     with socket.socket(fileno=fd) as server:

@@ -6,7 +6,8 @@ import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,8 +56,9 @@ class Home:
 
     def release(self) -> None:
         """Remove the (emptied) directory and the lock."""
-        self.path.rmdir()
-        _lock_file(self.top, self.name).unlink()
+        with _alone(self.top):
+            self.path.rmdir()
+            _lock_file(self.top, self.name).unlink()
         os.close(self.lock)
 
 
@@ -67,36 +69,57 @@ def claim(top: Path, ids: IdMap) -> Home:
         status = top.lstat()
         if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
             raise RuntimeUnavailable(
-                f"{top} is not a directory that only you can write to: choose another with --data-dir"
+                f"{top} is not a directory that only you can write to: choose another data directory"
             )
-        name = secrets.token_hex(8)
-        lock = os.open(_lock_file(top, name), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with _alone(top):
+            return _make_home(top, ids)
+    except OSError as error:
+        raise RuntimeUnavailable(
+            f"cannot keep sandboxes in {top} ({error.strerror}): choose another data directory"
+        ) from error
+
+
+def _make_home(top: Path, ids: IdMap) -> Home:
+    name = secrets.token_hex(8)
+    lock = os.open(_lock_file(top, name), os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
+    try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         (top / name).mkdir(mode=0o700)
         if os.geteuid() == 0:
             os.chown(top / name, ids.root_uid, ids.root_gid)
-    except OSError as error:
-        raise RuntimeUnavailable(
-            f"cannot keep sandboxes in {top}: {error.strerror}; choose another with --data-dir"
-        ) from error
+    except BaseException:
+        os.close(lock)
+        raise
     return Home(top, name, lock)
 
 
 def abandoned(top: Path) -> list[Home]:
     """Directories of servers that have ended, each now locked by us. Those of living servers are left alone."""
     found = []
-    for file in sorted(top.glob("*.lock")):
-        lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(lock)
-            continue
-        home = Home(top, file.name.removesuffix(".lock"), lock)
-        home.path.mkdir(exist_ok=True)  # it died between its lock and its directory
-        found.append(home)
+    with _alone(top):
+        for file in sorted(top.glob("*.lock")):
+            lock = os.open(file, os.O_RDWR | os.O_CLOEXEC)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                continue
+            home = Home(top, file.name.removesuffix(".lock"), lock)
+            home.path.mkdir(exist_ok=True)  # it died between its lock and its directory
+            found.append(home)
     return found
 
 
 def _lock_file(top: Path, name: str) -> Path:
     return top / f"{name}.lock"
+
+
+@contextmanager
+def _alone(top: Path) -> Iterator[None]:
+    """One server at a time: between making a lock file and locking it, it would look abandoned."""
+    fd = os.open(top, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)

@@ -51,10 +51,9 @@ def keep_user_namespace(spec: MapSpec) -> int:
         data, fds = channel.receive(ours)
         os.waitpid(pid, 0)
     if not fds:
-        told = (
-            json.loads(data) if data else {"errno": errno.EIO, "message": "the helper died", "step": "user namespace"}
-        )
-        raise StepError(told["step"], OSError(told["errno"], told["message"]))
+        told: dict[str, Any] = json.loads(data) if data else {}
+        message = told.get("message", "the helper died")
+        raise StepError(told.get("step", "user namespace"), OSError(told.get("errno", errno.EIO), message))
     return fds[0]
 
 
