@@ -12,7 +12,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from managed_e2b.local.runtime import bwrap, channel, idmap, storage
+from managed_e2b.local.runtime import bwrap, channel, doctor, idmap, storage
 from managed_e2b.local.runtime.base import Exit, GuestGone, RuntimeUnavailable
 from managed_e2b.local.runtime.bwrap import Layers, Private
 from managed_e2b.local.runtime.guest import BubblewrapGuest
@@ -53,12 +53,20 @@ class BubblewrapRuntime:
         """Which ids of the host stand for those inside. Once started."""
         return self._ids
 
+    def describe(self) -> str:
+        """Where the sandboxes' files are, for people. Once started."""
+        if self._home is None:
+            return "not started"
+        return f"files in {self._home.top}" if self._overlay else "files in memory: no place here can hold an overlay"
+
     # -- start -------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         program = bwrap.find()
         if program is None:
-            raise RuntimeUnavailable("bubblewrap is missing: pip install 'managed-e2b[local]', or install bwrap 0.11")
+            raise RuntimeUnavailable(f"bubblewrap is missing: {doctor.INSTALL_BUBBLEWRAP}")
+        if not os.access("/bin/bash", os.X_OK):
+            raise RuntimeUnavailable("/bin/bash is missing: install bash")
         self._ids = idmap.detect()
         self._python = _python_elsewhere()
         try:
@@ -79,9 +87,10 @@ class BubblewrapRuntime:
         try:
             await spawner.call("configure", uids=ids.uids, gids=ids.gids, via=ids.via, helpers=helpers)
         except OperationFailed as error:
-            raise RuntimeUnavailable(
-                f"this host refuses user namespaces ({error.step}: {error.message}): run `me2b doctor` for the fix"
-            ) from error
+            detail, fix = doctor.explain_refusal(doctor.sysctls(), os.geteuid())
+            if error.step == "id map":
+                detail, fix = error.message, "correct /etc/subuid and /etc/subgid"
+            raise RuntimeUnavailable(f"user namespaces are refused ({error.message}; {detail}): {fix}") from error
 
     async def _settle(self, spawner: SpawnerLink) -> None:
         """Take the first place that can hold an overlay's upper layer; else the first one, with changes in memory."""
