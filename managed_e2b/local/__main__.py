@@ -47,8 +47,15 @@ async def _serve(options: argparse.Namespace) -> int:
     line = _read_line(options.parent_fd)
     if not line:
         return 1
-    loop.add_reader(parent, stop.set)
-    loop.add_reader(options.parent_fd, stop.set)
+
+    def parent_is_gone() -> None:
+        # both stay readable from now on: watching on would spin
+        loop.remove_reader(parent)
+        loop.remove_reader(options.parent_fd)
+        stop.set()
+
+    loop.add_reader(parent, parent_is_gone)
+    loop.add_reader(options.parent_fd, parent_is_gone)
     server = LocalServer(options.port, json.loads(line)["api_key"], options.data_dir)
     try:
         try:
