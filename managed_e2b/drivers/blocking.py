@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import queue
+import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent import futures
-from concurrent.futures import Future
-from typing import ParamSpec, TypeVar
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from .base import CANCEL_GRACE, Background, Wakeup
 from .sdk import Sdk
@@ -39,21 +39,62 @@ class BlockingDriver:
         self._wakeup.notify()
 
     async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        future: Future[T] | None = None
-        interrupted: KeyboardInterrupt | None = None
-        deadline: float | None = None
-        while True:
-            try:
-                future = future or self._background.start(function, *args, **kwargs)
-                # `wait` leaves the future alone when it is interrupted, `result` would not tell its own timeout.
-                futures.wait([future], None if deadline is None else max(0.0, deadline - time.monotonic()))
-                break
-            except KeyboardInterrupt as error:
-                interrupted = error
-                deadline = deadline or time.monotonic() + CANCEL_GRACE
-        if interrupted is not None:
-            raise interrupted
+        with _SigintDeferred() as sigint:
+            future = self._background.start(function, *args, **kwargs)
+            future.add_done_callback(lambda _: sigint.told.put("ended"))
+            sigint.wait(grace=CANCEL_GRACE)
+        while sigint.came:
+            sigint.deliver()  # raises KeyboardInterrupt, unless the caller's own handler does something else
+            with sigint:
+                sigint.wait(grace=CANCEL_GRACE)
         return future.result()
 
     def join(self, timeout: float) -> bool:
         return self._background.join(timeout)
+
+
+class _SigintDeferred:
+    """Keeps Ctrl-C back while cleanup is waited for; `deliver` then hands it to the handler that was in place.
+
+    Without this a second Ctrl-C, raised between any two instructions of the wait for the cleanup, would end it.
+    Off the main thread, where no signal is handled, it does nothing.
+    """
+
+    def __init__(self) -> None:
+        # SimpleQueue: its put may interrupt its own get, as a signal handler does.
+        self.told: queue.SimpleQueue[Literal["ended", "sigint"]] = queue.SimpleQueue()
+        self.came = False
+        self._ended = False
+        self._handler: Any = None
+
+    def __enter__(self) -> _SigintDeferred:
+        self.came = False
+        if threading.current_thread() is threading.main_thread() and callable(signal.getsignal(signal.SIGINT)):
+            self._handler = signal.signal(signal.SIGINT, lambda _number, _frame: self.told.put("sigint"))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._handler is not None:
+            signal.signal(signal.SIGINT, self._handler)
+        while not self.told.empty():
+            self._take(self.told.get())
+
+    def wait(self, grace: float) -> None:
+        """Until the cleanup has ended, or `grace` seconds after the first Ctrl-C."""
+        deadline: float | None = None
+        while not self._ended:
+            if self.came and deadline is None:
+                deadline = time.monotonic() + grace
+            try:
+                self._take(self.told.get(timeout=None if deadline is None else max(0.0, deadline - time.monotonic())))
+            except queue.Empty:
+                return
+
+    def deliver(self) -> None:
+        self._handler(signal.SIGINT, None)
+
+    def _take(self, what: Literal["ended", "sigint"]) -> None:
+        if what == "ended":
+            self._ended = True
+        else:
+            self.came = True

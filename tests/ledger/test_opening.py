@@ -49,7 +49,7 @@ def test_a_newer_ledger_is_refused_and_left_alone(url: str) -> None:
 
 
 def test_a_missing_directory_is_named(tmp_path: Path) -> None:
-    with pytest.raises(LedgerError, match="'.*nowhere' does not exist; create it first"):
+    with pytest.raises(LedgerError, match=r"'.*nowhere' does not exist; create it first"):
         open_engine(tmp_path / "nowhere" / "ledger.db")
 
 

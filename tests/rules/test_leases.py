@@ -12,7 +12,8 @@ from managed_e2b.rules.leases import SECOND
 RECORD = SandboxRecord(
     ticket="t", sandbox_id="i", account="a", owner="o", state=State.RUNNING, source_kind="template", source="base",
     timeout=3600, lease=300, hard_deadline=3600 * SECOND, remote_expiry=300 * SECOND, claimed_by=None, claimed_at=None,
-    reason=None, last_error=None, metadata={}, queued_at=0, creating_at=0, running_at=0, cleaning_at=None, ended_at=None,
+    reason=None, last_error=None, metadata={}, queued_at=0,
+    creating_at=0, running_at=0, cleaning_at=None, ended_at=None,
 )  # fmt: skip
 
 

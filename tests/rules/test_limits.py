@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -41,5 +43,5 @@ def test_creates_are_evenly_spaced(rate: float, gaps: list[int]) -> None:
             tat = decision.tat
             went.append(now)
     step = int(SECOND / rate)
-    assert all(later - earlier >= step for earlier, later in zip(went, went[1:], strict=False))
+    assert all(later - earlier >= step for earlier, later in itertools.pairwise(went))
     assert went, "the first one never waits"
