@@ -100,8 +100,8 @@ def ledger(db: str) -> Iterator[Check]:
     except LedgerError as error:
         yield Finding("ledger", False, str(error), "correct it, or name another one with --db")
     else:
-        found = "is not there yet; the first acquire makes it" if records is None else f"{len(records)} open rows"
-        yield Finding("ledger", True, f"{db}: {found}")
+        found = " is not there yet; the first acquire makes it" if records is None else f": {len(records)} open rows"
+        yield Finding("ledger", True, f"{db}{found}")
 
 
 def _as_dict(check: Check) -> dict[str, Any]:

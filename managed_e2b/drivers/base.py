@@ -48,19 +48,29 @@ class Background:
         self._pool = ThreadPoolExecutor(_CLEANERS, thread_name_prefix="me2b-cleanup")
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
+        self._running = threading.local()
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Begin; it can neither be cancelled nor interrupted from now on."""
+
+        def body() -> T:
+            with self._lock:  # not before `future` is known
+                self._running.future = future
+            return function(*args, **kwargs)
+
         with self._lock:
-            future = self._pool.submit(function, *args, **kwargs)
+            future = self._pool.submit(body)
             self._open.add(future)
         future.add_done_callback(self._forget)
         return future
 
     def join(self, timeout: float) -> bool:
-        """Wait up to `timeout` seconds for all that was begun; whether all of it has ended."""
+        """Wait up to `timeout` seconds for all that was begun; whether all of it has ended.
+
+        What is itself begun here, as a shutdown is, waits for the others only.
+        """
         with self._lock:
-            pending = set(self._open)
+            pending = self._open - {getattr(self._running, "future", None)}
         return not futures.wait(pending, timeout).not_done
 
     def _forget(self, future: Future[Any]) -> None:
