@@ -53,6 +53,11 @@ class BubblewrapRuntime:
         """Which ids of the host stand for those inside. Once started."""
         return self._ids
 
+    @property
+    def spawner_pid(self) -> int | None:
+        """The host's pid of the process that makes sandboxes, while there is one."""
+        return self._spawner.pid if self._spawner is not None else None
+
     def describe(self) -> str:
         """Where the sandboxes' files are, for people. Once started."""
         if self._home is None:
@@ -118,9 +123,14 @@ class BubblewrapRuntime:
 
     async def _leave(self, spawner: SpawnerLink) -> None:
         home, self._home = self._home, None
-        if home is not None:
+        if home is None:
+            return
+        try:
             await spawner.call("empty", directory=self._view)
             home.release()
+        except OperationFailed as error:
+            _log.warning("cannot remove %s: %s", home.path, error.message)
+            os.close(home.lock)  # the next server here tries again
 
     async def _prepare(self, spawner: SpawnerLink, program: Path) -> None:
         home = self._home
@@ -207,6 +217,7 @@ class BubblewrapRuntime:
             private.top,
             [private.root, private.usr] if self._overlay else [],
             spawner,
+            reply.value["pid"],
             reply.fds,
             self._expect_exit,
             self._forget,

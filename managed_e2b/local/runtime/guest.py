@@ -30,12 +30,14 @@ class BubblewrapGuest:
         directory: str,
         private: Sequence[str],
         spawner: SpawnerLink,
+        host_pid: int,
         fds: Sequence[int],
         expect_exit: Callable[[int], asyncio.Future[Exit]],
         on_buried: Callable[[BubblewrapGuest], None],
     ) -> None:
         self.sandbox_id = sandbox_id
         self.dead = asyncio.Event()
+        self.host_pid = host_pid  # of the first process, as the host sees it
         self._directory = directory
         self._private = list(private)
         self._spawner = spawner

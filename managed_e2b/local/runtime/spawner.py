@@ -311,7 +311,8 @@ class Spawner:
             self._launch_failed(state, {"errno": errno.EIO, "message": text, "step": "launch"})
             return
         try:
-            pidfd = _open_child(launch.child_pid(info), state.bwrap)
+            inside = launch.child_pid(info)
+            pidfd = _open_child(inside, state.bwrap)
         except (OSError, ValueError) as error:
             self._launch_failed(state, {"errno": errno.EIO, "message": str(error), "step": "launch"})
             return
@@ -321,9 +322,9 @@ class Spawner:
             os.close(state.life)
             return
         sandbox.pidfd = pidfd
-        self._start_agent(state, pidfd)
+        self._start_agent(state, inside, pidfd)
 
-    def _start_agent(self, state: Launching, pidfd: int) -> None:
+    def _start_agent(self, state: Launching, inside: int, pidfd: int) -> None:
         ours, theirs = socket.socketpair()
         parent = os.getpid()
 
@@ -335,7 +336,7 @@ class Spawner:
                     self._launch_failed(state, body)
                     return
                 given = [pidfd, state.life, ours.fileno(), handle]
-                self._answer(state.request, {"value": {"pid": state.bwrap}}, given)
+                self._answer(state.request, {"value": {"pid": inside}}, given)
             channel.close_all((state.life, handle))
 
         with theirs:

@@ -62,21 +62,22 @@ class Home:
         os.close(self.lock)
 
 
-def claim(top: Path, ids: IdMap) -> Home:
-    """Make `top` and in it our directory, which only the sandboxes' root may enter. Raises RuntimeUnavailable."""
+def claim(place: Path, ids: IdMap) -> Home:
+    """Make a directory of our own below `place`, which only the sandboxes' root may enter. Raises RuntimeUnavailable."""
+    top = place / "sandboxes"
     try:
-        top.mkdir(parents=True, exist_ok=True, mode=0o711)
-        status = top.lstat()
-        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
-            raise RuntimeUnavailable(
-                f"{top} is not a directory that only you can write to: choose another data directory"
-            )
+        place.mkdir(parents=True, exist_ok=True, mode=0o700)
+        top.mkdir(exist_ok=True)
+        for directory in (place, top):
+            status = directory.lstat()
+            if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+                raise RuntimeUnavailable(f"{directory} is not a directory that only you can write to: choose another")
+        top.chmod(0o711)  # the spawner shows `top` to the sandboxes' ids, who must pass it
         with _alone(top):
             return _make_home(top, ids)
     except OSError as error:
-        raise RuntimeUnavailable(
-            f"cannot keep sandboxes in {top} ({error.strerror}): choose another data directory"
-        ) from error
+        message = f"cannot keep sandboxes in {place} ({error.strerror}): choose another data directory"
+        raise RuntimeUnavailable(message) from error
 
 
 def _make_home(top: Path, ids: IdMap) -> Home:

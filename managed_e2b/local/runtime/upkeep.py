@@ -59,11 +59,10 @@ def keep_user_namespace(spec: MapSpec) -> int:
 
 def try_overlay(directory: str) -> dict[str, Any]:
     """Whether a new directory can hold an overlay: `{"ok", "detail", "xattrs"}`. For a fork: it leaves a mount."""
-    os.mkdir(directory)
     names = {name: os.path.join(directory, name) for name in ("lower", "upper", "work", "merged")}
-    for path in names.values():
-        os.mkdir(path)
     try:
+        for path in (directory, *names.values()):
+            os.mkdir(path)
         linux.unshare(linux.CLONE_NEWNS)
         layers = f"lowerdir={names['lower']},upperdir={names['upper']},workdir={names['work']},userxattr"
         linux.mount("overlay", names["merged"], "overlay", 0, layers)

@@ -1,0 +1,245 @@
+"""What a sandbox must not reach: the host's files, processes, environment and kernel settings. As `user` and as root."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+
+import pytest
+
+from managed_e2b.local.runtime.base import GuestError
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+both = pytest.mark.parametrize("user", ["user", "root"])
+SECRET = "e2b_the_servers_own_key_0123456789"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def key_in_the_servers_environment() -> object:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("E2B_API_KEY", SECRET)
+        yield
+
+
+@both
+async def test_nothing_of_the_hosts_homes_is_there(box, user: str, tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("secret")
+    result = await box.run(
+        f"ls -A /home /root; cat {tmp_path}/secret {Path.home()}/.bashrc /etc/shadow 2>&1 | grep -v 'such file'; "
+        "ls -d /home/*",
+        user=user,
+    )
+    homes = set(os.listdir("/home")) - {"user"}
+    assert "/home/user" in result.out
+    assert not homes & set(result.out.split())
+    assert "secret" not in result.out
+
+
+@both
+async def test_nothing_of_the_hosts_directories_but_usr_is_there(box, user: str) -> None:
+    result = await box.run("ls -A /opt /mnt /srv /media /var/lib /run /tmp /sys", user=user)
+    listed = set(result.out.split())
+    for directory in ("/opt", "/srv", "/var/lib", "/run", "/tmp"):
+        if os.path.isdir(directory):
+            assert not listed & (set(os.listdir(directory)) - {"lock"})
+
+
+@both
+async def test_environment_is_what_the_command_was_given(box, user: str) -> None:
+    result = await box.run("env; tr '\\0' '\\n' < /proc/1/environ", user=user, env={"ONLY": "this"})
+    names = {line.partition("=")[0] for line in result.out.splitlines()}
+    assert names <= {"ONLY", "PATH", "HOME", "USER", "PWD", "SHLVL", "_"}
+    assert SECRET not in result.out
+
+
+@both
+async def test_sees_only_its_own_processes(box, user: str) -> None:
+    result = await box.run("cat /proc/[0-9]*/cmdline | tr '\\0' ' '; echo; ls -d /proc/[0-9]* | wc -l", user=user)
+    assert "pytest" not in result.out
+    assert "spawner" not in result.out
+    assert int(result.out.split()[-1]) <= 6
+
+
+@both
+async def test_the_first_process_cannot_be_read_or_traced(box, user: str) -> None:
+    if user == "user" and not box.runtime.ids.full:
+        pytest.skip("with one id `user` is root")
+    script = """
+    for name in exe root cwd; do readlink /proc/1/$name && echo REACHED $name; done
+    for name in mem environ maps; do head -c1 /proc/1/$name >/dev/null && echo REACHED $name; done
+    ls /proc/1/fd && echo REACHED fd
+    ls /proc/1/root/ && echo REACHED root
+    """
+    result = await box.run(script, user=user)
+    assert "REACHED" not in result.out
+
+
+TRACE = """
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+for request in (16, 0x4206):  # PTRACE_ATTACH, PTRACE_SEIZE
+    print("TRACED" if libc.ptrace(request, 1, None, None) == 0 else "refused")
+"""
+
+
+@both
+async def test_ptrace_of_the_first_process_is_refused(box, user: str) -> None:
+    result = await box.run(f"python3 -c '{TRACE}'", user=user)
+    if "not found" in result.err:
+        pytest.skip("this host has no python3 for sandboxes")
+    assert result.out.split() == ["refused", "refused"]
+
+
+WATCH_FOR_STRANGERS = """
+import glob, os, sys
+seen = set()
+print("ready", flush=True)
+while not os.path.exists("/tmp/stop"):
+    for directory in glob.glob("/proc/[0-9]*"):
+        for name in ("exe", "root", "cwd"):
+            try:
+                seen.add(os.readlink(f"{directory}/{name}"))
+            except OSError:
+                pass
+        for name in ("environ", "maps", "cmdline"):
+            try:
+                with open(f"{directory}/{name}", "rb") as file:
+                    seen.update(file.read().decode("utf-8", "replace").replace("\\0", "\\n").splitlines())
+            except OSError:
+                pass
+        try:
+            for fd in os.listdir(f"{directory}/fd"):
+                seen.add(os.readlink(f"{directory}/fd/{fd}"))
+        except OSError:
+            pass
+print("\\n".join(seen))
+"""
+
+
+async def test_a_process_of_ours_that_enters_cannot_be_looked_into(box) -> None:
+    """The forks that become commands are inside for a moment: root in there must not follow them out."""
+    watcher = await box.start(f"exec python3 -c '{WATCH_FOR_STRANGERS}'", user="root")
+    reader = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    reader.add_reader(watcher.stdout_fd, ready.set)
+    await ready.wait()
+    reader.remove_reader(watcher.stdout_fd)
+    if os.read(watcher.stdout_fd, 100) != b"ready\n":
+        watcher.close()
+        pytest.skip("this host has no python3 for sandboxes")
+    for _ in range(100):
+        await box.run("exit 0", user="root")
+    await box.run("touch /tmp/stop", user="root")
+    await watcher.wait()
+    seen = b""
+    while chunk := os.read(watcher.stdout_fd, 65536):
+        seen += chunk
+    watcher.close()
+    text = seen.decode()
+    assert "/bin/bash" in text  # it did see commands
+    import sys
+
+    assert os.path.dirname(os.path.realpath(sys.executable)) not in text.replace("/usr/bin", "")
+    assert "managed_e2b" not in text
+    assert "spawner_main" not in text
+    assert SECRET not in text
+
+
+@both
+async def test_mounts_cannot_be_changed(box, user: str) -> None:
+    script = """
+    mount -t tmpfs none /tmp && echo DONE
+    mount -o remount,bind,ro /usr && echo DONE
+    mount --bind /etc /mnt && echo DONE
+    umount /usr && echo DONE
+    umount -l /proc && echo DONE
+    mount -t proc proc /mnt && echo DONE
+    """
+    assert "DONE" not in (await box.run(script, user=user)).out
+
+
+@both
+async def test_user_namespaces_give_no_way_around(box, user: str) -> None:
+    script = """
+    unshare --user --map-root-user id && echo DONE
+    unshare --mount true && echo DONE
+    unshare --net true && echo DONE
+    echo 1000 > /proc/sys/user/max_user_namespaces && echo DONE
+    """
+    assert "DONE" not in (await box.run(script, user=user)).out
+
+
+@both
+async def test_the_kernels_settings_cannot_be_changed(box, user: str) -> None:
+    script = """
+    echo 1 > /proc/sys/kernel/panic && echo DONE
+    echo x > /proc/sysrq-trigger && echo DONE
+    hostname other && echo DONE
+    date -s 2001-01-01 && echo DONE
+    mknod /tmp/disk b 254 0 && echo DONE
+    head -c1 /proc/kcore && echo DONE
+    nice -n -10 true 2>/dev/null; true
+    """
+    assert "DONE" not in (await box.run(script, user=user)).out
+
+
+async def test_links_lead_nowhere_on_the_host(box, tmp_path: Path) -> None:
+    """The file agent resolves them inside, absolute ones too."""
+    target = tmp_path / "of-the-host"
+    target.write_text("of the host")
+    await box.run(f"ln -s {target} /tmp/absolute; ln -s ../../../../../..{target} /tmp/relative; ln -s /proc/1/root /tmp/r")
+    for link in ("/tmp/absolute", "/tmp/relative", f"/tmp/r{target}"):
+        with pytest.raises(GuestError):
+            await box.guest.call("open_read", path=link)
+    assert target.read_text() == "of the host"
+
+
+async def test_two_sandboxes_listen_on_the_same_port(make_box: Callable[[], Awaitable]) -> None:
+    boxes = [await make_box(), await make_box()]
+    script = "exec python3 -m http.server 8080 --bind 127.0.0.1 --directory /home/user"
+    servers = []
+    for number, box in enumerate(boxes):
+        await box.run(f"echo box {number} > ~/name")
+        servers.append(await box.start(script))
+    for number, box in enumerate(boxes):
+        descriptor = await _when_it_listens(box, 8080)
+        loop = asyncio.get_running_loop()
+        with socket.socket(fileno=descriptor) as connection:
+            await loop.sock_sendall(connection, b"GET /name HTTP/1.0\r\n\r\n")
+            answer = b""
+            while chunk := await loop.sock_recv(connection, 4096):
+                answer += chunk
+        assert f"box {number}".encode() in answer
+    for server in servers:
+        server.close()
+
+
+async def _when_it_listens(box, port: int) -> int:
+    async with asyncio.timeout(30):
+        while True:
+            try:
+                return await box.guest.connect(port)
+            except GuestError:
+                await asyncio.sleep(0.02)
+
+
+async def test_the_hosts_loopback_is_not_the_sandboxs(box) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        result = await box.run(f"exec 3<>/dev/tcp/127.0.0.1/{port} && echo CONNECTED")
+        assert "CONNECTED" not in result.out
+        with pytest.raises(GuestError, match="refused"):
+            await box.guest.connect(port)
+
+
+async def test_ids_of_the_host_do_not_go_in(box) -> None:
+    """Whatever ids are asked for, no process runs as the host's root or as an id outside the map."""
+    from managed_e2b.local.runtime.base import User
+
+    with pytest.raises(GuestError):
+        await box.run("id", user=User("x", 2**32 - 1, 0, (), "/", "/bin/sh"))
+    with pytest.raises(GuestError):
+        await box.run("id", user=User("x", 70_000, 0, (), "/", "/bin/sh"))
