@@ -8,14 +8,17 @@ import os
 from collections.abc import AsyncIterator
 
 import pytest
+import pytest_asyncio
 from e2b import AsyncSandbox, CommandExitException, Sandbox, SandboxNotRunningException, TimeoutException
 from e2b.sandbox.commands.command_handle import PtySize
 
 from managed_e2b.local.runtime.base import RuntimeUnavailable
 from managed_e2b.local.server import LocalServer
 
+pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for all: starting one takes its time
 
-@pytest.fixture
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server() -> AsyncIterator[LocalServer]:
     server = LocalServer()
     try:
@@ -32,9 +35,11 @@ def options(server: LocalServer) -> dict[str, str]:
     return {"api_key": server.api_key, "api_url": server.url, "sandbox_url": server.url}
 
 
-@pytest.fixture
-async def box(server: LocalServer) -> AsyncSandbox:
-    return await AsyncSandbox.create(**options(server))
+@pytest_asyncio.fixture(loop_scope="module")
+async def box(server: LocalServer) -> AsyncIterator[AsyncSandbox]:
+    box = await AsyncSandbox.create(**options(server))
+    yield box
+    await box.kill()
 
 
 def envd_of(server: LocalServer, box: AsyncSandbox):
