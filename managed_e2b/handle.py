@@ -99,12 +99,11 @@ class SandboxHandle:
 
         The interpreter is chosen by suffix (.py, .sh, .js, …); a script with another name runs by its `#!` line.
         """
-        line = commands.script_command(staging.inside(path), args, interpreter)
+        line = commands.script_command(staging.TASK_DIR, staging.inside(path), args, interpreter)
         return self.run(
             line,
             timeout=timeout,
             check=check,
-            cwd=staging.TASK_DIR,
             envs=envs,
             user=user,
             stdin=stdin,
@@ -190,12 +189,11 @@ class AsyncSandboxHandle:
         on_stderr: Tell | None = None,
     ) -> CommandResult:
         """See SandboxHandle.run_script."""
-        line = commands.script_command(staging.inside(path), args, interpreter)
+        line = commands.script_command(staging.TASK_DIR, staging.inside(path), args, interpreter)
         return await self.run(
             line,
             timeout=timeout,
             check=check,
-            cwd=staging.TASK_DIR,
             envs=envs,
             user=user,
             stdin=stdin,

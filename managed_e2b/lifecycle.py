@@ -86,11 +86,11 @@ class _Lifecycle:
         self._reaper_max_iter = reaper_max_iter
         self._closed = False
         self._closing = threading.Lock()
-        self._book = Ledger(open_engine(db_path))
+        self._backend = open_backend(backend, e2b_api_url, e2b_key, env_file)
         try:
-            self._backend = open_backend(backend, e2b_api_url, e2b_key, env_file)
+            self._book = Ledger(open_engine(db_path))
         except BaseException:
-            self._book.close()
+            close_backend(self._backend)
             raise
         here = host.here()
         rate = create_rate

@@ -31,23 +31,28 @@ MARK = "ME2B_COMMAND"
 
 _INTERPRETERS = {".py": "python3", ".sh": "bash", ".bash": "bash", ".js": "node", ".rb": "ruby", ".pl": "perl"}
 
-# Kills every process that has the mark in its environment, and their descendants (sudo cleans the environment),
-# until none is found: what forks while it runs is caught by the next round. One shell, no tool beyond
-# grep, awk and kill.
+# $1: the mark; $2: pids that are known to belong to the command. Kills what has the mark in its environment, and
+# its descendants (a sudo may clean the environment), until nothing has it: what forks meanwhile is caught by the next
+# round. Prints what this user may not kill. One shell; no tool beyond grep, awk, sed and kill.
 _KILL_MARKED = r"""
+seen=$2
+[ -z "$seen" ] || kill -9 $seen 2>/dev/null
 for round in 1 2 3 4 5 6 7 8 9 10; do
   marked=$(grep -slaF "$1" /proc/[0-9]*/environ 2>/dev/null | cut -d/ -f3 | tr '\n' ' ')
-  [ -n "$marked" ] || exit 0
-  all=$(cat /proc/[0-9]*/stat 2>/dev/null | awk -v seed="$marked" '
+  [ -n "$marked" ] || break
+  found=$(cat /proc/[0-9]*/stat 2>/dev/null | awk -v seed="$marked" '
     BEGIN { n = split(seed, s); for (i = 1; i <= n; i++) dead[s[i]] = 1 }
     { pid = $1; sub(/^.*\) /, ""); parent[pid] = $2 }
     END {
       do { more = 0; for (p in parent) if (!(p in dead) && (parent[p] in dead)) { dead[p] = 1; more = 1 } } while (more)
-      for (p in dead) print p
+      for (p in dead) printf "%s ", p
     }')
-  kill -9 $all 2>/dev/null
+  seen="$seen $found"
+  kill -9 $found 2>/dev/null
 done
-exit 1
+for p in $seen; do
+  case $(sed -n 's/^State:[[:space:]]*//p' /proc/$p/status 2>/dev/null) in ""|Z*|X*) ;; *) printf '%s ' $p ;; esac
+done
 """
 
 
@@ -92,9 +97,14 @@ async def run(
         if timeout is None or time.monotonic() - started < timeout * 0.9:
             raise
         exit_code, timed_out = -1, True
-        await _kill_marked(engine, acquired, mark)
+        await _kill_marked(engine, acquired, mark, user)
     except (StreamBroken, SandboxNotRunning) as error:
         raise await broken(engine, acquired, error) from error
+    except BackendError:
+        if (failure := out.failure or err.failure) is None:
+            raise
+        await _kill_marked(engine, acquired, mark, user)
+        raise failure  # the caller's own, from a callback
     finally:
         out.close()
         err.close()
@@ -104,13 +114,14 @@ async def run(
     return result
 
 
-def script_command(path: str, args: Sequence[str], interpreter: str | None) -> str:
+def script_command(directory: str, path: str, args: Sequence[str], interpreter: str | None) -> str:
     """The command line that runs a staged script: its interpreter by suffix, else the file itself (by its shebang)."""
+    enter = f"cd {shlex.quote(directory)}"
     chosen = interpreter or _INTERPRETERS.get(PurePosixPath(path).suffix)
     quoted = " ".join(shlex.quote(part) for part in [path, *args])
     if chosen is not None:
-        return f"exec {chosen} {quoted}"
-    return f"chmod +x -- {shlex.quote(path)} && exec {quoted}"
+        return f"{enter} && exec {chosen} {quoted}"
+    return f"{enter} && chmod +x -- {shlex.quote(path)} && exec {quoted}"
 
 
 async def ensure_held(engine: Engine, acquired: Acquired) -> None:
@@ -146,25 +157,32 @@ async def _with_stdin(
     return f"exec < {path}; rm -f {path}\n{command}"
 
 
-async def _kill_marked(engine: Engine, acquired: Acquired, mark: str) -> None:
-    """End a command that ran out of time with all its children. E2B itself only ends the stream."""
-    script = f"/bin/sh -c {shlex.quote(_KILL_MARKED)} me2b {shlex.quote(f'{MARK}={mark}')}"
-    ignore = _Sink(None)
-    try:
-        left = await engine.driver.sdk.run(
-            acquired.sandbox,
-            script,
-            on_stdout=ignore.take,
-            on_stderr=ignore.take,
-            envs={},
-            user="root",
-            cwd="/",
-            timeout=30,
-        )
-    except (StreamBroken, SandboxNotRunning) as error:
-        raise await broken(engine, acquired, error) from error
-    if left:
-        raise BackendError("a command ran past its timeout and its processes could not be killed: release the sandbox")
+async def _kill_marked(engine: Engine, acquired: Acquired, mark: str, user: str | None) -> None:
+    """End a command that ran out of time with all its children. E2B itself only ends the stream.
+
+    First as the command's own user, who may look into its processes everywhere; then as root, for what that left.
+    """
+    left = ""
+    for killer in (user, "root"):
+        words = " ".join(shlex.quote(word) for word in (_KILL_MARKED, "me2b", f"{MARK}={mark}", left))
+        told, ignored = _Sink(None), _Sink(None)
+        try:
+            await engine.driver.sdk.run(
+                acquired.sandbox,
+                f"/bin/sh -c {words}",
+                on_stdout=told.take,
+                on_stderr=ignored.take,
+                envs={},
+                user=killer,
+                cwd="/",
+                timeout=30,
+            )
+        except (StreamBroken, SandboxNotRunning) as error:
+            raise await broken(engine, acquired, error) from error
+        left = told.data.decode("ascii", errors="replace").strip()
+        if not left:
+            return
+    raise BackendError(f"a command ran past its timeout and processes {left} could not be killed: release the sandbox")
 
 
 def _failure(command: str, result: CommandResult, timeout: float | None) -> CommandError:
@@ -181,14 +199,23 @@ class _Sink:
 
     def __init__(self, callback: Callable[[str], Any] | None) -> None:
         self.data = bytearray()
+        self.failure: BaseException | None = None
         self._callback = callback
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def take(self, chunk: bytes) -> None:
         self.data += chunk
-        if self._callback is not None and (text := self._decoder.decode(chunk)):
-            self._callback(text)
+        self._tell(chunk, final=False)
 
     def close(self) -> None:
-        if self._callback is not None and (text := self._decoder.decode(b"", final=True)):
+        if self.failure is None:
+            self._tell(b"", final=True)
+
+    def _tell(self, chunk: bytes, *, final: bool) -> None:
+        if self._callback is None or not (text := self._decoder.decode(chunk, final)):
+            return
+        try:
             self._callback(text)
+        except BaseException as error:
+            self.failure = error
+            raise

@@ -17,7 +17,10 @@ from .base import TICKET, Engine
 logger = logging.getLogger("managed_e2b")
 
 PATIENCE = 10.0
-"""Seconds for which one release keeps trying to kill, or to find, before it leaves the row to the keeper."""
+"""Seconds for which one release keeps trying to kill before it leaves the row to the keeper."""
+
+FIND_PATIENCE = 3.0
+"""Seconds for which one release looks for what a create without an answer may have made. Then the keeper goes on."""
 
 LOOKUP_PAGES = 20
 """The most pages of a list that a lookup by ticket reads."""
@@ -46,7 +49,9 @@ async def release(
         return current is None or current.state in states.TERMINAL
     deadline = time.monotonic() + patience
     try:
-        ids = [record.sandbox_id] if record.sandbox_id else await _find(engine, record, sent, deadline)
+        ids = [record.sandbox_id] if record.sandbox_id else []
+        if not ids and sent:
+            ids = await _find(engine, record, min(deadline, time.monotonic() + FIND_PATIENCE))
         for sandbox_id in ids:
             if not await _prove_dead(engine, sandbox_id, deadline):
                 await d.ledger(book.note, ticket, f"{sandbox_id} still answers after DELETE")
@@ -81,10 +86,8 @@ async def lookup(engine: Engine, ticket: str) -> list[str]:
     return found
 
 
-async def _find(engine: Engine, record: SandboxRecord, sent: bool, deadline: float) -> list[str]:
+async def _find(engine: Engine, record: SandboxRecord, deadline: float) -> list[str]:
     """What a create without an answer has made. It may be in the making: look until the deadline."""
-    if not sent:
-        return []
     attempt = 0
     while True:
         found = await lookup(engine, record.ticket)

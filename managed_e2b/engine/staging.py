@@ -25,7 +25,7 @@ async def stage_in(
             await engine.driver.sdk.write_file(acquired.sandbox, target, data, user)
         except OSError as error:
             raise StageError(
-                f"cannot stage {name!r}: {content} cannot be read ({error.strerror})", path=name
+                f"cannot stage {name!r}: {content!r} cannot be read ({error.strerror})", path=name
             ) from error
         except SandboxNotRunning as error:
             raise await broken(engine, acquired, error) from error
