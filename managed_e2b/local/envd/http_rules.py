@@ -65,7 +65,8 @@ def response_encoding(accept: str, *, partial: bool) -> str:
     weights = qualities(accept)
     plain = weights.get(IDENTITY, weights.get("*", 1.0)) > 0
     gzip = weights.get(GZIP, weights.get("*", 0.0)) > 0
-    asked = gzip and weights.get(GZIP, 0.0) >= weights.get(IDENTITY, 0.0) and not set(weights) - {GZIP, IDENTITY, "*"}
+    alone = GZIP in weights and not set(weights) - {GZIP, IDENTITY, "*"}
+    asked = gzip and alone and weights[GZIP] >= weights.get(IDENTITY, 0.0)
     if plain and (partial or not asked):
         return IDENTITY
     if gzip and not partial and (asked or not plain):

@@ -120,6 +120,7 @@ def op_open_write(args: Args, fds: list[int]) -> Result:
     path, uid, gid, wanted = resolve(to_path(args["path"])), int(args["uid"]), int(args["gid"]), dict(args["metadata"])
     parent = os.path.dirname(path)
     _make_dirs(parent, uid, gid)
+    _watched(None)
     if wanted:
         _refuse_without_xattrs(parent)
     with _umask(0o022):
@@ -135,7 +136,7 @@ def op_open_write(args: Args, fds: list[int]) -> Result:
     except BaseException:
         os.close(fd)
         raise
-    return _watched({"metadata": stored}), [fd]
+    return {"metadata": stored}, [fd]
 
 
 def op_watch_open(args: Args, fds: list[int]) -> Result:
@@ -167,7 +168,7 @@ def op_watch_close(args: Args, fds: list[int]) -> Result:
 
 
 def _watched(value: Any) -> Any:
-    """A change of ours is done: watch the directories it made before the caller can put anything into them."""
+    """A change of ours is done: watch the directories it made before anything is put into them."""
     _watches.pump()
     return value
 

@@ -30,6 +30,7 @@ from packaging.version import Version
 
 from managed_e2b.local.envd.app import Envd
 from managed_e2b.local.envd.context import EnvdContext
+from managed_e2b.local.runtime import agent_ops
 from managed_e2b.local.runtime.base import Command, Exit, GuestError, GuestGone, PtySize, Reply, Usage, User
 
 SANDBOX_ID = "i0123456789abcdefghij"
@@ -148,12 +149,14 @@ class HostGuest:
         return process
 
     async def call(self, op: str, fds: Sequence[int] = (), **args: Any) -> Reply:
-        assert op == "stat"
+        """The file agent's own operations, on the files of this host."""
+        if self.dead.is_set():
+            raise GuestGone
         try:
-            os.stat(args["path"])
+            value, given = agent_ops.HANDLERS[op](json.loads(json.dumps(args)), list(fds))
         except OSError as error:
             raise GuestError(error.errno or errno.EIO, error.strerror or str(error)) from error
-        return Reply({})
+        return Reply(json.loads(json.dumps(value)), given)
 
     async def user(self, name: str) -> User:
         if name not in ("user", "root"):
@@ -183,6 +186,7 @@ class HostGuest:
         for process in self.processes:
             process.kill_tree()
             await process.wait()
+        agent_ops.HANDLERS["watch_close"]({}, [])
         self.dead.set()
 
 
