@@ -132,7 +132,15 @@ class SandboxRegistry:
             access_token=token,
             traffic_token=None if spec.public_traffic else new_token(),
             guest=guest,
-            envd=self._envd(EnvdContext(sandbox_id=sandbox_id, guest=guest, access_token=token, env_vars=env_vars)),
+            envd=self._envd(
+                EnvdContext(
+                    sandbox_id=sandbox_id,
+                    guest=guest,
+                    access_token=token,
+                    env_vars=env_vars,
+                    template_id=spec.template_id,
+                )
+            ),
             lifetime=Lifetime.begin(self._clock.read(), spec.timeout),
         )
         self._sandboxes[sandbox_id] = sandbox

@@ -42,13 +42,16 @@ def command_of(ctx: EnvdContext, user: User, request: StartRequest) -> Command:
 
 def environment(ctx: EnvdContext, user: User, request: dict[str, str]) -> dict[str, str]:
     """The whole environment of a command; what comes later in the line wins."""
+    ids = {"E2B_SANDBOX_ID": ctx.sandbox_id}
+    if ctx.template_id is not None:
+        ids["E2B_TEMPLATE_ID"] = ctx.template_id
     return {
         "PATH": PATH,
         "HOME": user.home,
         "USER": user.name,
         "LOGNAME": user.name,
         "E2B_SANDBOX": "true",
-        "E2B_SANDBOX_ID": ctx.sandbox_id,
+        **ids,
         **ctx.env_vars,
         **request,
     }

@@ -13,7 +13,7 @@ class EnvdContext:
 
     `access_token` guards every call (`X-Access-Token`); None leaves the sandbox open, as upstream does for sandboxes
     that are not secured. `env_vars` are the sandbox's own, given at creation. `default_user` runs what names no user,
-    in `default_workdir` or, when that is None, in the user's home.
+    in `default_workdir` or, when that is None, in the user's home. Commands are told the ids.
     """
 
     sandbox_id: str
@@ -22,3 +22,4 @@ class EnvdContext:
     env_vars: dict[str, str] = field(default_factory=dict, repr=False)
     default_user: str = "user"
     default_workdir: str | None = None
+    template_id: str | None = None

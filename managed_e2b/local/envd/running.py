@@ -125,9 +125,11 @@ class RunningProcess:
                 for end in ends:
                     end.last_call()
             await self._finish(self.exit)
+            self._cancel_timer()
             on_end(self)
             await asyncio.gather(*(end.discard() for end in ends if not end.at_end))
         finally:
+            self._cancel_timer()
             self._close_input()
             self._process.close()
 
@@ -199,8 +201,6 @@ class RunningProcess:
             with suppress(TimeoutError):
                 async with asyncio.timeout(DEATH_GRACE):
                     await self._guest.dead.wait()
-        if self._timer is not None:
-            self._timer.cancel()
         end = None if self._guest.dead.is_set() else end_event(exit)
         self._end = end
         for mailbox in self._mailboxes:
@@ -209,6 +209,10 @@ class RunningProcess:
                 mailbox.close()
             else:
                 mailbox.close(ConnectError(Code.UNAVAILABLE, self._gone_message))
+
+    def _cancel_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
 
     def _close_input(self) -> None:
         for end in (self._stdin, self._tty):
