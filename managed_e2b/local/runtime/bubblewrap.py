@@ -54,9 +54,23 @@ class BubblewrapRuntime:
         return self._ids
 
     @property
-    def spawner_pid(self) -> int | None:
-        """The host's pid of the process that makes sandboxes, while there is one."""
-        return self._spawner.pid if self._spawner is not None else None
+    def spawner_link(self) -> SpawnerLink:
+        """The process that makes sandboxes. Raises RuntimeUnavailable when there is none."""
+        if self._spawner is None:
+            raise RuntimeUnavailable("the runtime is not started")
+        return self._spawner
+
+    @property
+    def guests_directory(self) -> Path:
+        """Where each sandbox has a directory of its own, as the server sees it. Raises RuntimeUnavailable."""
+        if self._home is None:
+            raise RuntimeUnavailable("the runtime is not started")
+        return self._home.path / "guests"
+
+    @property
+    def live_sandboxes(self) -> int:
+        """How many sandboxes are there: being made, running, or being ended."""
+        return len(self._guests) + len(self._launching)
 
     def describe(self) -> str:
         """Where the sandboxes' files are, for people. Once started."""
@@ -183,9 +197,7 @@ class BubblewrapRuntime:
             raise KeyError(template)
         if not _SANDBOX_ID.fullmatch(sandbox_id) or sandbox_id in self._guests or sandbox_id in self._launching:
             raise ValueError(f"not a new sandbox id: {sandbox_id!r}")
-        if self._spawner is None:
-            raise RuntimeUnavailable("the runtime is not started")
-        launching = asyncio.create_task(self._launch(self._spawner, sandbox_id))
+        launching = asyncio.create_task(self._launch(self.spawner_link, sandbox_id))
         self._launching[sandbox_id] = launching
         launching.add_done_callback(lambda _: self._launching.pop(sandbox_id, None))
         try:

@@ -133,10 +133,11 @@ fi
 
 if [ -n "$login$shell" ]; then
   [ -n "$login" ] || login_shell=${SHELL:-$login_shell}
+  change=${login:+'cd "$HOME" || cd /; '}
   if [ -n "$command" ]; then
-    set -- "$login_shell" ${login:+-l} -c '"$0" "$@"' "$@"
+    set -- "$login_shell" ${login:+-l} -c "$change"'"$0" "$@"' "$@"
   else
-    set -- "$@" "$login_shell" ${login:+-l}
+    set -- "$@" "$login_shell" -c "${change}exec "'"$0" "$@"' "$login_shell" ${login:+-l}
   fi
 fi
 
@@ -146,9 +147,6 @@ if [ -z "$keep" ]; then
   set -- -i "HOME=$home" "SHELL=$login_shell" "PATH=@PATH@" "TERM=${TERM:-dumb}" ${LANG:+"LANG=$LANG"} "$@"
 elif [ -n "$home_of_target" ]; then
   set -- "HOME=$home" "$@"
-fi
-if [ -n "$login" ]; then
-  cd "$home" 2>/dev/null || cd /
 fi
 exec @SETPRIV@ --reuid "$uid" --regid "${group:-$gid}" @GROUPS@ /usr/bin/env "$@"
 """

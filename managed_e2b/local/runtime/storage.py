@@ -63,7 +63,7 @@ class Home:
 
 
 def claim(place: Path, ids: IdMap) -> Home:
-    """Make a directory of our own below `place`, which only the sandboxes' root may enter. Raises RuntimeUnavailable."""
+    """Make a directory of our own below `place`, which only the sandboxes' root enters. Raises RuntimeUnavailable."""
     top = place / "sandboxes"
     try:
         place.mkdir(parents=True, exist_ok=True, mode=0o700)

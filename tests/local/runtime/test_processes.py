@@ -6,29 +6,31 @@ import asyncio
 import errno
 import os
 import signal
-import tempfile
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 
 import pytest
 
 from managed_e2b.local.runtime.base import Command, Exit, GuestError, GuestGone, PtySize
 
+from .boxes import Box, eventually, first_output
+
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
 
-async def test_exit_codes_and_signals(box) -> None:
+async def test_exit_codes_and_signals(box: Box) -> None:
     assert (await box.run("exit 0")).exit == Exit(0, None)
     assert (await box.run("exit 7")).exit == Exit(7, None)
     assert (await box.run("kill -TERM $$")).exit == Exit(None, signal.SIGTERM)
 
 
-async def test_output_is_apart_and_whole(box) -> None:
+async def test_output_is_apart_and_whole(box: Box) -> None:
     result = await box.run("head -c 300000 /dev/zero | tr '\\0' x; echo wrong >&2")
     assert result.out == "x" * 300000
     assert result.err == "wrong\n"
 
 
-async def test_stdin_reaches_the_process_and_ends(box) -> None:
+async def test_stdin_reaches_the_process_and_ends(box: Box) -> None:
     process = await box.start("cat; echo end", stdin=True)
     os.write(process.stdin_fd, b"hello\n")
     process.close_stdin()
@@ -37,11 +39,11 @@ async def test_stdin_reaches_the_process_and_ends(box) -> None:
     process.close()
 
 
-async def test_without_stdin_it_is_empty(box) -> None:
+async def test_without_stdin_it_is_empty(box: Box) -> None:
     assert (await box.run("wc -c")).out.strip() == "0"
 
 
-async def test_the_program_is_looked_up_on_the_commands_own_path(box) -> None:
+async def test_the_program_is_looked_up_on_the_commands_own_path(box: Box) -> None:
     user = await box.guest.user("user")
     await box.run("mkdir /tmp/bin && printf '#!/bin/sh\\necho mine\\n' > /tmp/bin/tool && chmod +x /tmp/bin/tool")
     process = await box.guest.spawn(Command(["tool"], {"PATH": "/tmp/bin:/usr/bin:/bin"}, "/", user))
@@ -64,14 +66,14 @@ async def test_the_program_is_looked_up_on_the_commands_own_path(box) -> None:
         (["/bin/true", "nul\0"], "/", errno.EINVAL),
     ],
 )
-async def test_a_command_that_cannot_start_says_why(box, argv: list[str], cwd: str, number: int) -> None:
+async def test_a_command_that_cannot_start_says_why(box: Box, argv: list[str], cwd: str, number: int) -> None:
     user = await box.guest.user("user")
     with pytest.raises(GuestError) as caught:
         await box.guest.spawn(Command(argv, {"PATH": "/usr/bin"}, cwd, user))
     assert caught.value.errno == number
 
 
-async def test_arguments_that_are_not_utf8_arrive_as_they_are(box) -> None:
+async def test_arguments_that_are_not_utf8_arrive_as_they_are(box: Box) -> None:
     user = await box.guest.user("user")
     argv = ["/usr/bin/printf", "%s", os.fsdecode(b"caf\xe9 \xff")]
     process = await box.guest.spawn(Command(argv, {}, "/", user))
@@ -80,11 +82,11 @@ async def test_arguments_that_are_not_utf8_arrive_as_they_are(box) -> None:
     process.close()
 
 
-async def test_standard_descriptors_can_be_opened_by_name(box) -> None:
+async def test_standard_descriptors_can_be_opened_by_name(box: Box) -> None:
     assert (await box.run("echo out > /dev/stdout; echo err > /dev/stderr")).out == "out\n"
 
 
-async def test_nothing_is_inherited_but_the_standard_descriptors(box) -> None:
+async def test_nothing_is_inherited_but_the_standard_descriptors(box: Box) -> None:
     result = await box.run("ls /proc/self/fd; ulimit -c; umask; grep -E 'Sig(Blk|Ign)' /proc/self/status")
     lines = result.out.split("\n")
     assert lines[:4] == ["0", "1", "2", "3"]  # 3 is the directory that ls reads
@@ -92,7 +94,7 @@ async def test_nothing_is_inherited_but_the_standard_descriptors(box) -> None:
     assert [line.split()[1] for line in lines[6:8]] == ["0" * 16, "0" * 16]
 
 
-async def test_a_terminal(box) -> None:
+async def test_a_terminal(box: Box) -> None:
     process = await box.start("tty; stty size; read line; stty size; echo $line", pty=PtySize(cols=100, rows=30))
     loop = asyncio.get_running_loop()
     text = b""
@@ -116,15 +118,15 @@ async def test_a_terminal(box) -> None:
     process.close()
 
 
-async def test_a_signal_reaches_the_process_or_its_group(box) -> None:
+async def test_a_signal_reaches_the_process_or_its_group(box: Box) -> None:
     process = await box.start("trap 'echo got; exit 3' TERM; echo ready; while :; do sleep 0.01; done")
-    await _first_output(process)
+    await first_output(process)
     assert process.signal(signal.SIGTERM)
     assert await process.wait() == Exit(3, None)
     assert not process.signal(signal.SIGTERM)
     process.close()
     group = await box.start("(trap 'exit 0' TERM; echo ready; while :; do sleep 0.01; done) & wait $!; exit 5")
-    await _first_output(group)
+    await first_output(group)
     assert group.signal(signal.SIGTERM, group=True)
     assert (await group.wait()).signal == signal.SIGTERM
     group.close()
@@ -139,57 +141,57 @@ exec sleep 1006
 """
 
 
-async def test_kill_tree_reaches_every_descendant_and_no_one_else(box) -> None:
+async def test_kill_tree_reaches_every_descendant_and_no_one_else(box: Box) -> None:
     """Those that left the session and whose parents have ended too."""
     other = await box.start("(setsid sleep 2000 &); echo ready; exec sleep 2001")
-    await _first_output(other)
+    await first_output(other)
     process = await box.start(TREE)
-    await _first_output(process)
-    await _eventually(box, "pgrep -fc '^sleep 100'", "7")
+    await first_output(process)
+    await box.prints("pgrep -fc '^sleep 100'", "7")
     process.kill_tree()
     assert await process.wait() == Exit(None, signal.SIGKILL)
-    await _eventually(box, "pgrep -fc '^sleep 100'", "0")
+    await box.prints("pgrep -fc '^sleep 100'", "0")
     assert (await box.run("pgrep -fc '^sleep 200'")).out.strip() == "2"
     process.close()
     other.kill_tree()
     other.close()
 
 
-async def test_kill_tree_reaches_what_the_command_left_behind(box) -> None:
+async def test_kill_tree_reaches_what_the_command_left_behind(box: Box) -> None:
     process = await box.start("(setsid sleep 3000 >/dev/null 2>&1 &)")
     assert await process.wait() == Exit(0, None)
-    await _eventually(box, "pgrep -fc '^sleep 3000'", "1")
+    await box.prints("pgrep -fc '^sleep 3000'", "1")
     process.kill_tree()
-    await _eventually(box, "pgrep -fc '^sleep 3000'", "0")
+    await box.prints("pgrep -fc '^sleep 3000'", "0")
     process.close()
 
 
-async def test_kill_tree_catches_what_forks_all_the_time(box) -> None:
+async def test_kill_tree_catches_what_forks_all_the_time(box: Box) -> None:
     script = "f() { while :; do (setsid sh -c 'sleep 4000' &) ; sleep 0.005; done; }; f & f & echo ready; wait"
     process = await box.start(script)
-    await _first_output(process)
+    await first_output(process)
     process.kill_tree()
     await process.wait()
-    await _eventually(box, "pgrep -fc 'sleep 4000'", "0")
+    await box.prints("pgrep -fc 'sleep 4000'", "0")
     process.close()
 
 
-async def test_orphans_are_reaped(box) -> None:
+async def test_orphans_are_reaped(box: Box) -> None:
     await box.run("for i in $(seq 20); do (sh -c 'true &' &); done")
-    await _eventually(box, "ps -eo stat= | grep -c '^Z'", "0")
+    await box.prints("ps -eo stat= | grep -c '^Z'", "0")
 
 
-async def test_many_at_once(box) -> None:
+async def test_many_at_once(box: Box) -> None:
     results = await asyncio.gather(*(box.run(f"echo {number}; exit {number % 50}") for number in range(60)))
     assert [result.out for result in results] == [f"{number}\n" for number in range(60)]
     assert [result.code for result in results] == [number % 50 for number in range(60)]
 
 
-async def test_no_descriptor_and_no_process_is_leaked(box) -> None:
-    spawner = box.runtime.spawner_pid
+async def test_no_descriptor_and_no_process_is_leaked(box: Box) -> None:
+    spawner = box.runtime.spawner_link.pid
 
     def count() -> tuple[int, int, int]:
-        children = open(f"/proc/{spawner}/task/{spawner}/children").read().split()
+        children = Path(f"/proc/{spawner}/task/{spawner}/children").read_text().split()
         return len(os.listdir("/proc/self/fd")), len(os.listdir(f"/proc/{spawner}/fd")), len(children)
 
     await box.run("true")
@@ -200,10 +202,10 @@ async def test_no_descriptor_and_no_process_is_leaked(box) -> None:
         with pytest.raises(GuestError):
             await box.run("true", cwd="/nowhere")
     await box.guest.usage()
-    await _until(lambda: count() == before)
+    await eventually(lambda: count() == before)
 
 
-async def test_a_spawn_that_is_cancelled_leaves_no_process(box) -> None:
+async def test_a_spawn_that_is_cancelled_leaves_no_process(box: Box) -> None:
     user = await box.guest.user("user")
     for _ in range(20):
         task = asyncio.create_task(box.guest.spawn(Command(["/bin/sleep", "5000"], {}, "/", user)))
@@ -211,13 +213,13 @@ async def test_a_spawn_that_is_cancelled_leaves_no_process(box) -> None:
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-    await _eventually(box, "pgrep -fc 'sleep 5000'", "0")
+    await box.prints("pgrep -fc 'sleep 5000'", "0")
 
 
-async def test_freeze_and_thaw(box) -> None:
-    process = await box.start("while :; do date +%s%N > /tmp/tick; done")
+async def test_freeze_and_thaw(box: Box) -> None:
+    process = await box.start("echo ready; while :; do date +%s%N > /tmp/tick; done")
     read = "cat /tmp/tick"
-    await _until(lambda: True)
+    await first_output(process)
     await box.guest.freeze()
     states = (await box.run("ps -eo stat=,pid= | grep -v ' 1$'")).out
     assert any(line.startswith("T") for line in states.splitlines())
@@ -229,18 +231,16 @@ async def test_freeze_and_thaw(box) -> None:
     async def moved() -> bool:
         return (await box.run(read)).out != first
 
-    async with asyncio.timeout(30):
-        while not await moved():
-            pass
+    await eventually(moved)
     process.kill_tree()
     process.close()
 
 
-async def test_usage_counts_memory_cpu_and_disk(box) -> None:
+async def test_usage_counts_memory_cpu_and_disk(box: Box) -> None:
     before = await box.guest.usage()
     script = "head -c 5000000 /dev/urandom > /home/user/big; echo ready; x=$(head -c 8000000 /dev/zero | tr '\\0' x); "
     process = await box.start(script + "while :; do :; done")
-    await _first_output(process)
+    await first_output(process)
     usage = await box.guest.usage()
     assert usage.disk_used >= before.disk_used + 5_000_000
     assert usage.disk_total > usage.disk_used
@@ -249,9 +249,7 @@ async def test_usage_counts_memory_cpu_and_disk(box) -> None:
     async def busy() -> bool:
         return (await box.guest.usage()).cpu_used_pct > 0
 
-    async with asyncio.timeout(30):
-        while not await busy():
-            pass
+    await eventually(busy)
     process.kill_tree()
     process.close()
 
@@ -275,25 +273,29 @@ SUDO = [
 
 
 @pytest.mark.parametrize(("script", "out", "code"), SUDO)
-async def test_sudo(box, script: str, out: str, code: int) -> None:
+async def test_sudo(box: Box, script: str, out: str, code: int) -> None:
     result = await box.run(script)
     if "not found" in result.err:
         pytest.skip("this host has no setpriv, of which sudo is made")
     assert (result.out, result.code) == (out, code)
 
 
-async def test_sudo_writes_where_user_cannot(box, two_ids: None) -> None:
-    result = await box.run("touch /usr/local/bin/tool /etc/tool; sudo touch /usr/local/bin/tool /etc/tool && ls /etc/tool")
+async def test_sudo_writes_where_user_cannot(box: Box, two_ids: None) -> None:
+    result = await box.run(
+        "touch /usr/local/bin/tool /etc/tool; sudo touch /usr/local/bin/tool /etc/tool && ls /etc/tool"
+    )
     assert result.out == "/etc/tool\n"
     assert "Permission denied" in result.err
 
 
-async def test_the_account(box) -> None:
-    result = await box.run("id -un; echo ~; cd; pwd; touch x; stat -c '%U %G %a' x; stat -c '%U %a' ~", cwd="/home/user")
+async def test_the_account(box: Box) -> None:
+    result = await box.run(
+        "id -un; echo ~; cd; pwd; touch x; stat -c '%U %G %a' x; stat -c '%U %a' ~", cwd="/home/user"
+    )
     assert result.out.split("\n")[:5] == ["user", "/home/user", "/home/user", "user user 644", "user 755"]
 
 
-async def test_the_programs_that_users_expect(box) -> None:
+async def test_the_programs_that_users_expect(box: Box) -> None:
     result = await box.run("bash -lc 'python --version && python3 -c \"print(6 * 7)\" && git --version && echo $PATH'")
     if "not found" in result.err:
         pytest.skip(f"this host lacks one of them: {result.err.strip()}")
@@ -301,17 +303,17 @@ async def test_the_programs_that_users_expect(box) -> None:
     assert "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin" in result.out
 
 
-async def test_unknown_users_are_a_key_error(box) -> None:
+async def test_unknown_users_are_a_key_error(box: Box) -> None:
     with pytest.raises(KeyError):
         await box.guest.user("nobodyatall")
 
 
-async def test_users_made_inside_are_found(box, two_ids: None) -> None:
+async def test_users_made_inside_are_found(box: Box, two_ids: None) -> None:
     await box.run("echo 'ann:x:1001:1001::/home/ann:/bin/sh' >> /etc/passwd", user="root")
     assert (await box.run("id -u", user="ann")).out == "1001\n"
 
 
-async def test_a_dead_sandbox_says_so(make_box: Callable[[], Awaitable]) -> None:
+async def test_a_dead_sandbox_says_so(make_box: Callable[[], Awaitable[Box]]) -> None:
     box = await make_box()
     user = await box.guest.user("user")
     process = await box.start("sleep 6000")
@@ -329,27 +331,3 @@ async def test_a_dead_sandbox_says_so(make_box: Callable[[], Awaitable]) -> None
     ):
         with pytest.raises(GuestGone):
             await attempt
-
-
-async def _first_output(process) -> bytes:
-    loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_reader(process.stdout_fd, lambda: None if ready.done() else ready.set_result(None))
-    try:
-        async with asyncio.timeout(30):
-            await ready
-    finally:
-        loop.remove_reader(process.stdout_fd)
-    return os.read(process.stdout_fd, 4096)
-
-
-async def _eventually(box, script: str, wanted: str) -> None:
-    async with asyncio.timeout(30):
-        while (result := await box.run(script)).out.strip() != wanted:
-            assert "not found" not in result.err
-
-
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(30):
-        while not condition():
-            await asyncio.sleep(0.01)
