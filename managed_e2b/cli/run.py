@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shlex
 import signal
 import sys
 from collections.abc import Sequence
-from types import FrameType
-from typing import Annotated, NoReturn, TextIO
+from dataclasses import dataclass
+from typing import Annotated, Literal, TextIO
 
 import typer
 
@@ -49,31 +50,12 @@ def run(
     Exits with the command's code, with 124 when it ran past --timeout. Ctrl-C and SIGTERM kill the sandbox. With --json
     the output is not shown as it comes but is part of the JSON.
     """
-    from managed_e2b.lifecycle import SandboxLifecycle
-
-    envs = _variables(env or [])
     line = command[0] if len(command) == 1 else shlex.join(command)
-    previous = signal.signal(signal.SIGTERM, _terminated)
+    job = _Job(template, line, timeout, _variables(env or []), user, cwd, is_live=not as_json)
     try:
-        lifecycle = SandboxLifecycle(db_path=db, e2b_api_url=api_url, backend=backend)
-        try:
-            with lifecycle.acquire(template=template, timeout=timeout + LIFE_AFTER_COMMAND) as sandbox:
-                result = sandbox.run(
-                    line,
-                    timeout=timeout,
-                    envs=envs,
-                    user=user,
-                    cwd=cwd,
-                    on_stdout=None if as_json else _Sink(sys.stdout),
-                    on_stderr=None if as_json else _Sink(sys.stderr),
-                )
-                sandbox_id = sandbox.sandbox_id
-        finally:
-            lifecycle.shutdown()
+        sandbox_id, result = asyncio.run(_in_a_sandbox(job, db, api_url, backend))
     except KeyboardInterrupt:
         raise typer.Exit(128 + signal.SIGINT) from None
-    finally:
-        signal.signal(signal.SIGTERM, previous)
     if as_json:
         print_json(_plain(sandbox_id, line, result))
     elif "\N{REPLACEMENT CHARACTER}" in result.stdout and not _is_utf8(result.stdout_bytes):
@@ -84,20 +66,74 @@ def run(
     raise typer.Exit(result.exit_code if result.exit_code >= 0 else 128 + signal.SIGKILL)
 
 
+@dataclass(frozen=True)
+class _Job:
+    template: str
+    line: str
+    timeout: int
+    envs: dict[str, str]
+    user: str | None
+    cwd: str | None
+    is_live: bool
+
+
+async def _in_a_sandbox(
+    job: _Job, db: str, api_url: str | None, backend: Literal["local"] | None
+) -> tuple[str, CommandResult]:
+    # The async face: a signal wakes its event loop at once, while the sync SDK is deaf until the next output comes.
+    from managed_e2b.lifecycle import AsyncSandboxLifecycle
+
+    stop = _Stop()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stop.with_code, 128 + signal.SIGTERM)
+    lifecycle = AsyncSandboxLifecycle(db_path=db, e2b_api_url=api_url, backend=backend)
+    try:
+        life = job.timeout + LIFE_AFTER_COMMAND
+        async with lifecycle.acquire(template=job.template, timeout=life, envs=job.envs) as sandbox:
+            result = await sandbox.run(
+                job.line,
+                timeout=job.timeout,
+                user=job.user,
+                cwd=job.cwd,
+                on_stdout=_Sink(sys.stdout, stop) if job.is_live else None,
+                on_stderr=_Sink(sys.stderr, stop) if job.is_live else None,
+            )
+            return sandbox.sandbox_id, result
+    except asyncio.CancelledError:
+        if stop.code is None:  # Ctrl-C: asyncio.run makes it a KeyboardInterrupt
+            raise
+        raise typer.Exit(stop.code) from None
+    finally:
+        await lifecycle.shutdown()
+
+
+class _Stop:
+    """Ends the command from outside, through every `with` and `finally`, as Ctrl-C does."""
+
+    def __init__(self) -> None:
+        self.code: int | None = None
+        self._task = asyncio.current_task()
+
+    def with_code(self, code: int) -> None:
+        if self.code is None and self._task is not None:
+            self.code = code
+            self._task.cancel()
+
+
 class _Sink:
     """Passes output on as it comes."""
 
-    def __init__(self, stream: TextIO) -> None:
+    def __init__(self, stream: TextIO, stop: _Stop) -> None:
         self._stream = stream
+        self._stop = stop
 
     def __call__(self, text: str) -> None:
         try:
             self._stream.buffer.write(text.encode())  # UTF-8 whatever the locale: it is what the command wrote
             self._stream.flush()
         except BrokenPipeError:
-            # Our reader left, as `head` does. Nobody wants the rest: end as a process that SIGPIPE ends.
+            # Our reader left, as `head` does, and nobody wants the rest: end as a process that SIGPIPE ends.
             os.dup2(os.open(os.devnull, os.O_WRONLY), self._stream.fileno())
-            raise SystemExit(128 + signal.SIGPIPE) from None
+            self._stop.with_code(128 + signal.SIGPIPE)
 
 
 def _is_utf8(data: bytes) -> bool:
@@ -128,8 +164,3 @@ def _plain(sandbox_id: str, line: str, result: CommandResult) -> dict[str, objec
         "stdout": result.stdout,
         "stderr": result.stderr,
     }
-
-
-def _terminated(number: int, _frame: FrameType | None) -> NoReturn:
-    """SIGTERM leaves through every `with` and `finally`, as Ctrl-C does."""
-    raise SystemExit(128 + number)
