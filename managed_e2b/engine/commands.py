@@ -104,7 +104,7 @@ async def run(
         if (failure := out.failure or err.failure) is None:
             raise
         await _kill_marked(engine, acquired, mark, user)
-        raise failure  # the caller's own, from a callback
+        raise failure from None  # the caller's own, from a callback
     finally:
         out.close()
         err.close()
