@@ -23,7 +23,9 @@ def reachable(directory: str) -> str:
 
     The ids of the sandboxes are nobody on the host: they could not pass a directory such as /root on the way.
     Returns the new path; the same one for ordinary users, who map themselves, and where root may not mount.
+    Raises OSError.
     """
+    os.stat(directory)
     viewpoint = next((place for place in _VIEWPOINTS if os.path.isdir(place)), None)
     if viewpoint is None or os.geteuid() != 0:
         return directory

@@ -78,8 +78,8 @@ async def test_the_death_of_the_first_process_is_noticed(make_box: Callable[[], 
         await box.guest.dead.wait()
         await process.wait()
     process.close()
-    assert processes_in(namespace) == []
     await box.guest.kill()
+    assert processes_in(namespace) == []
 
 
 async def test_root_inside_cannot_end_the_first_process(make_box: Callable[[], Awaitable[Box]]) -> None:
