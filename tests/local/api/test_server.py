@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import select
@@ -159,7 +160,11 @@ class TestForeground:
     def test_a_signal_ends_it_cleanly(self, tmp_path, number):
         environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path), "E2B_API_KEY": "e2b_" + "a" * 40}
         command = [sys.executable, "-c", textwrap.dedent(SERVE)]
-        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        with contextlib.ExitStack() as cleanup:
+            process = cleanup.enter_context(
+                subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True)
+            )
+            cleanup.callback(process.kill)
             url = process.stdout.readline().strip()
             state = keys.read_state(tmp_path / "me2b" / "local.json")
             assert (state.url, state.api_key, state.pid) == (url, "e2b_" + "a" * 40, process.pid)
@@ -169,16 +174,20 @@ class TestForeground:
         assert not (tmp_path / "me2b" / "local.json").exists()
 
 
-PARENT = """
+PARENT = r"""
     import os, sys, time
     from managed_e2b.local.background import LocalServerProcess
+
+    def say(*words):  # in one write: two processes share the pipe
+        os.write(1, " ".join(map(str, words)).encode() + b"\n")
+
     server = LocalServerProcess()
     server.start()
     if "fork" in sys.argv and os.fork() == 0:
         server.stop()                       # not ours: it must go on
-        print("forked", os.getpid(), flush=True)
+        say("forked", os.getpid())
         time.sleep(600)
-    print("server", server.pid, server.url, server.api_key, flush=True)
+    say("server", server.pid, server.url, server.api_key)
     time.sleep(600)
 """
 
@@ -216,19 +225,18 @@ class TestBackground:
     @pytest.mark.parametrize("arguments", [[], ["fork"]])
     def test_it_dies_with_its_parent_even_when_a_fork_of_that_lives_on(self, arguments):
         command = [sys.executable, "-c", textwrap.dedent(PARENT), *arguments]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as parent:
+        with contextlib.ExitStack() as cleanup:
+            parent = cleanup.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
+            cleanup.callback(parent.kill)
             said = dict(parent.stdout.readline().split(maxsplit=1) for _ in range(1 + len(arguments)))
+            if "forked" in said:
+                cleanup.callback(os.kill, int(said["forked"]), signal.SIGKILL)
             pid, url, key = said["server"].split()
             pidfd = os.pidfd_open(int(pid))
-            try:
-                ask(url, key, "POST", "/v2/sandboxes", {"templateID": "base"})
-                parent.kill()
-                parent.wait(PATIENCE)
-                assert wait_for_end(pidfd)
-            finally:
-                os.close(pidfd)
-                if "forked" in said:
-                    os.kill(int(said["forked"]), signal.SIGKILL)
+            cleanup.callback(os.close, pidfd)
+            ask(url, key, "POST", "/v2/sandboxes", {"templateID": "base"})
+            parent.kill()
+            assert wait_for_end(pidfd)
 
 
 def test_importing_the_background_server_is_cheap():
