@@ -12,12 +12,16 @@ from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
 
-from . import engine as _engine
 from .backend import BackendName, close_backend, open_backend
 from .drivers import AioDriver, BlockingDriver, Sdk, Wakeup
 from .drivers import run as _run
 from .drivers.sdk import SDK_VERSION
 from .engine import host
+from .engine.acquire import acquire, validated
+from .engine.base import Acquired, Engine
+from .engine.keeper import Keeper
+from .engine.reap import reap
+from .engine.release import release
 from .errors import ConfigError, Me2bError, SandboxLeakError
 from .handle import AsyncSandboxHandle, SandboxHandle
 from .ledger import Ledger, open_engine
@@ -102,7 +106,7 @@ class _Lifecycle:
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
         make = functools.partial(
-            _engine.Engine,
+            Engine,
             book=self._book,
             account=self._backend.account,
             owner=owner,
@@ -120,7 +124,7 @@ class _Lifecycle:
             label or _program(),
             int(stale_timeout * SECOND),
         )
-        self._keeper = _engine.Keeper(self._cleaner, _run, stale_after=stale_timeout, reap_at_start=opening_reap)
+        self._keeper = Keeper(self._cleaner, _run, stale_after=stale_timeout, reap_at_start=opening_reap)
         self._keeper.start()
 
     def _driver(self, wakeup: Wakeup) -> AioDriver | BlockingDriver:
@@ -141,7 +145,7 @@ class _Lifecycle:
             raise Me2bError("this lifecycle belongs to the parent process: open one of its own after a fork")
         if self._closed:
             raise Me2bError("this lifecycle is shut down: open another one")
-        return _engine.validated(**values)
+        return validated(**values)
 
     def _clean(self, ticket: str, reason: str, **options: Any) -> bool:
         """Release a ticket on the blocking driver; one at a time for each. Whether the row is terminal."""
@@ -150,7 +154,7 @@ class _Lifecycle:
                 return False
             self._busy.add(ticket)
         try:
-            return bool(_run(_engine.release(self._cleaner, ticket, reason, **options)))
+            return bool(_run(release(self._cleaner, ticket, reason, **options)))
         finally:
             with self._busy_lock:
                 self._busy.discard(ticket)
@@ -243,7 +247,7 @@ class SandboxLifecycle(_Lifecycle):
 
     def reap(self) -> ReapReport:
         """End what dead owners left on this ledger and account. Live owners' sandboxes are never touched."""
-        return _run(_engine.reap(self._engine, max_iter=self._reaper_max_iter))
+        return _run(reap(self._engine, max_iter=self._reaper_max_iter))
 
     def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Release everything, wait up to `timeout` seconds for the proofs, and say goodbye in the ledger.
@@ -302,7 +306,7 @@ class AsyncSandboxLifecycle(_Lifecycle):
 
     async def reap(self) -> ReapReport:
         """See SandboxLifecycle.reap."""
-        return await _engine.reap(self._engine, max_iter=self._reaper_max_iter)
+        return await reap(self._engine, max_iter=self._reaper_max_iter)
 
     async def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """See SandboxLifecycle.shutdown."""
@@ -320,9 +324,9 @@ class AsyncSandboxLifecycle(_Lifecycle):
 class SandboxContext:
     """What `SandboxLifecycle.acquire` returns. Entered once."""
 
-    def __init__(self, engine: _engine.Engine, request: AcquireRequest) -> None:
+    def __init__(self, engine: Engine, request: AcquireRequest) -> None:
         self._engine = engine
-        self._path: AbstractAsyncContextManager[_engine.Acquired] = _engine.acquire(engine, request, SDK_VERSION)
+        self._path: AbstractAsyncContextManager[Acquired] = acquire(engine, request, SDK_VERSION)
 
     def __enter__(self) -> SandboxHandle:
         return SandboxHandle(self._engine, _run(_enter(self._path)))
@@ -336,9 +340,9 @@ class SandboxContext:
 class AsyncSandboxContext:
     """What `AsyncSandboxLifecycle.acquire` returns. Entered once."""
 
-    def __init__(self, engine: _engine.Engine, request: AcquireRequest) -> None:
+    def __init__(self, engine: Engine, request: AcquireRequest) -> None:
         self._engine = engine
-        self._path: AbstractAsyncContextManager[_engine.Acquired] = _engine.acquire(engine, request, SDK_VERSION)
+        self._path: AbstractAsyncContextManager[Acquired] = acquire(engine, request, SDK_VERSION)
 
     async def __aenter__(self) -> AsyncSandboxHandle:
         return AsyncSandboxHandle(self._engine, await _enter(self._path))
@@ -349,12 +353,12 @@ class AsyncSandboxContext:
         await _leave(self._path, kind, error, traceback)
 
 
-async def _enter(path: AbstractAsyncContextManager[_engine.Acquired]) -> _engine.Acquired:
+async def _enter(path: AbstractAsyncContextManager[Acquired]) -> Acquired:
     return await path.__aenter__()
 
 
 async def _leave(
-    path: AbstractAsyncContextManager[_engine.Acquired],
+    path: AbstractAsyncContextManager[Acquired],
     kind: type[BaseException] | None,
     error: BaseException | None,
     traceback: TracebackType | None,
@@ -362,7 +366,7 @@ async def _leave(
     await path.__aexit__(kind, error, traceback)
 
 
-async def _list_remote(engine: _engine.Engine) -> list[RemoteSandbox]:
+async def _list_remote(engine: Engine) -> list[RemoteSandbox]:
     found: list[RemoteSandbox] = []
     async for page in engine.driver.sdk.pages():
         found += page

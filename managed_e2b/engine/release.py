@@ -33,7 +33,7 @@ async def release(
     *,
     sent: bool = True,
     dead: Collection[str] = (),
-    patience: float = PATIENCE,
+    patience: float | None = None,
 ) -> bool:
     """End a row, and with it its sandbox. Whether it is terminal now; if not, the keeper or a reaper goes on.
 
@@ -47,7 +47,7 @@ async def release(
             current = await d.ledger(book.give_up, ticket, engine.owner, reason)
             d.notify()
         return current is None or current.state in states.TERMINAL
-    deadline = time.monotonic() + patience
+    deadline = time.monotonic() + (PATIENCE if patience is None else patience)
     try:
         ids = [record.sandbox_id] if record.sandbox_id else []
         if not ids and sent:

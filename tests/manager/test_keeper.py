@@ -1,0 +1,128 @@
+"""Leases: renewed while the owner lives, never past the hard limit, and the backend's own end when nobody lives."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from managed_e2b import AsyncSandboxLifecycle, SandboxGoneError, SandboxLifecycle, State
+
+from .conftest import Face, remote_of, settle, until
+
+
+async def test_a_silent_command_longer_than_the_lease_goes_on(face: Face) -> None:
+    lifecycle = face.open(lease=10)
+    async with face.entered(lifecycle.acquire(timeout=600)) as handle:
+        (first,) = await settle(lifecycle.records())
+        assert (await settle(handle.run("sleep 12; echo done", timeout=60))).stdout == "done\n"
+        (row,) = await settle(lifecycle.records())
+        assert row.remote_expiry > first.remote_expiry
+        assert await remote_of(lifecycle) == [handle.sandbox_id]
+
+
+async def test_the_hard_timeout_ends_a_sandbox_whose_owner_lives(face: Face) -> None:
+    lifecycle = face.open()
+    async with face.entered(lifecycle.acquire(timeout=2)) as handle:
+        with pytest.raises(SandboxGoneError) as caught:
+            await settle(handle.run("sleep 30", timeout=60))
+        assert caught.value.sandbox_id == handle.sandbox_id
+        assert await remote_of(lifecycle) == []
+    assert [row.state for row in await settle(lifecycle.records())] == [State.CLEANED]
+
+
+@pytest.mark.timeout(120)
+def test_with_nobody_left_the_backend_ends_it_within_one_lease(
+    server: Any, tmp_path: Any, program: Callable[[str], list[str]]
+) -> None:
+    source = f"""
+    import os
+    from managed_e2b import SandboxLifecycle
+    lifecycle = SandboxLifecycle({str(tmp_path / "x.db")!r}, e2b_api_url={server.url!r}, e2b_key={server.api_key!r},
+                                 lease=10)
+    print(lifecycle.acquire(timeout=600).__enter__().sandbox_id, flush=True)
+    os.kill(os.getpid(), 9)
+    """
+    run = subprocess.run(program(textwrap.dedent(source)), capture_output=True, text=True, timeout=60)
+    sandbox_id = run.stdout.strip()
+    assert sandbox_id
+    # Another ledger: it knows nothing of the dead owner, and reaps nothing.
+    with SandboxLifecycle(tmp_path / "other.db", e2b_api_url=server.url, e2b_key=server.api_key) as watcher:
+        until(
+            lambda: sandbox_id not in [item.sandbox_id for item in watcher.list_remote()],
+            "the backend has ended it",
+            seconds=30,
+        )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_owns_nothing(server: Any, tmp_path: Any, program: Callable[[str], list[str]]) -> None:
+    source = f"""
+    import os, sys
+    from managed_e2b import Me2bError, SandboxLifecycle
+    lifecycle = SandboxLifecycle({str(tmp_path / "x.db")!r}, e2b_api_url={server.url!r}, e2b_key={server.api_key!r})
+    with lifecycle.acquire() as handle:
+        child = os.fork()
+        if child == 0:
+            try:
+                lifecycle.acquire()
+            except Me2bError as error:
+                assert "after a fork" in str(error)
+                sys.exit(7)  # leaves the parent's `with` block, in the child
+            sys.exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7, status
+        assert handle.run("echo still here").stdout == "still here\\n"
+    lifecycle.shutdown()
+    print("fine")
+    """
+    run = subprocess.run(program(textwrap.dedent(source)), capture_output=True, text=True, timeout=60)
+    assert run.stdout == "fine\n", run.stderr
+
+
+def test_a_forked_child_may_open_its_own(server: Any, tmp_path: Any, program: Callable[[str], list[str]]) -> None:
+    source = f"""
+    import os, sys
+    from managed_e2b import SandboxLifecycle
+    where = dict(e2b_api_url={server.url!r}, e2b_key={server.api_key!r})
+    lifecycle = SandboxLifecycle({str(tmp_path / "x.db")!r}, **where)
+    child = os.fork()
+    if child == 0:
+        with SandboxLifecycle({str(tmp_path / "x.db")!r}, **where) as own:
+            with own.acquire() as handle:
+                ok = handle.run("true").ok
+        os._exit(0 if ok else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    lifecycle.shutdown()
+    """
+    run = subprocess.run(program(textwrap.dedent(source)), capture_output=True, text=True, timeout=60)
+    assert run.returncode == 0, run.stderr
+
+
+@pytest.mark.parametrize("kind", [SandboxLifecycle, AsyncSandboxLifecycle])
+def test_opening_and_closing_leaves_no_thread_and_no_descriptor(kind: Any, server: Any, tmp_path: Any) -> None:
+    source = f"""
+    import asyncio, inspect, os, threading
+    from managed_e2b import {kind.__name__}
+    def once():
+        lifecycle = {kind.__name__}({str(tmp_path / "x.db")!r}, e2b_api_url={server.url!r}, e2b_key={server.api_key!r})
+        result = lifecycle.shutdown()
+        if inspect.isawaitable(result):
+            async def wait(): await result
+            asyncio.run(wait())
+    def count():
+        keepers = [t for t in threading.enumerate() if t.name == "me2b-keeper"]
+        return len(keepers), len(os.listdir("/proc/self/fd"))
+    once(); once()
+    before = count()
+    for _ in range(20):
+        once()
+    print(before == count(), before, count())
+    """
+    run = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=90)
+    assert run.stdout.startswith("True"), run.stdout + run.stderr
