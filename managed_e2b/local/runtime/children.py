@@ -7,17 +7,16 @@ returns. Standard library only. After `enter` the host's files are out of sight,
 from __future__ import annotations
 
 import contextlib
-import fcntl
+import errno
 import json
 import os
 import resource
 import signal
 import socket
 import sys
-import warnings  # noqa: F401 - os.execvpe imports it, which it no longer can once inside
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from managed_e2b.local.runtime import channel, linux
 
@@ -27,7 +26,6 @@ _ID_LIMIT = 2**32 - 1  # -1 to the kernel: "leave as it is"
 OOM_SCORE = 500  # a sandbox goes before the server and before what else runs on the host
 _MAX_PROCESSES = 8192  # of one user in one sandbox; a fork bomb ends there
 _OPEN_FILES = 1024  # the usual soft limit; a program may raise it
-CGROUP_NAMESPACE = "/proc/self/ns/cgroup"
 
 
 @dataclass(frozen=True)
@@ -158,23 +156,21 @@ def become_root() -> None:
 
 
 def run_command(pidfd: int, job: Job, report: socket.socket) -> None:
-    """Fork into the sandbox's pid namespace, tell the host's pid of that fork, and end: the spawner inherits it."""
+    """Enter the sandbox, become the command's user, start the command in the sandbox's pid namespace, tell, and end.
+
+    The command is this process's child and so becomes the spawner's. This process itself is not in the pid namespace:
+    nothing inside can see it, and what shares its memory until execve is as little dumpable as it is.
+    """
     keep_only([pidfd, report.fileno()])
     reset_signals()
     with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
         write_text("/proc/self/oom_score_adj", str(OOM_SCORE))
+    own = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the sandbox's /proc does not have us
     enter(pidfd, INSIDE)
-    child = fork(lambda: _become_command(job, report), report)
-    handle = os.pidfd_open(child)
-    tell(report, {"child": child}, [handle])
-
-
-def _become_command(job: Job, report: socket.socket) -> NoReturn:
-    os.setsid()
     # A namespace that tells who belongs to this command: every descendant has it, and none can leave it.
     with step("unshare"):
         linux.unshare(linux.CLONE_NEWCGROUP)
-    marker = os.open(CGROUP_NAMESPACE, os.O_RDONLY | os.O_CLOEXEC)
+    marker = os.open("ns/cgroup", os.O_RDONLY | os.O_CLOEXEC, dir_fd=own)
     _limit_resources()
     linux.limit_capabilities()
     with step("user"):
@@ -187,39 +183,74 @@ def _become_command(job: Job, report: socket.socket) -> NoReturn:
     with step("cwd"):
         os.chdir(job.cwd)
     with step("stdio"):
-        ours, ends = _open_stdio(job)
-    tell(report, {"pid": os.getpid(), "stdio": ends}, [marker, *ours])
+        stdio = _open_stdio(job)
     with step("exec"):
-        os.execvpe(job.argv[0], job.argv, job.env)
+        child = _start(job, stdio.actions)
+    handle = os.pidfd_open(child)
+    pid = _pid_inside(own, handle)
+    tell(report, {"child": child, "pid": pid, "stdio": stdio.names}, [handle, marker, *stdio.ours])
 
 
-def _open_stdio(job: Job) -> tuple[list[int], list[str]]:
-    """Put the command's side at 0, 1 and 2; return the server's side and its names.
+@dataclass(frozen=True)
+class Stdio:
+    """`ours` and `names`: the server's descriptors and what they are. `actions`: what gives the command its own."""
 
-    Made here, as the command's user: /dev/stdout and the terminal then belong to whoever may want to open them by name.
-    """
+    ours: list[int]
+    names: list[str]
+    actions: list[tuple[Any, ...]]
+
+
+def _open_stdio(job: Job) -> Stdio:
+    """Made by the command's user: /dev/stdout and the terminal then belong to who may want to open them by name."""
     if job.pty:
-        master, slave = linux.open_pty(*job.pty)
-        linux.make_controlling_terminal(slave)
-        _install(slave, slave, slave)
-        return [master], ["pty"]
-    ours, ends = [], []
-    theirs = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
+        master, name = linux.open_pty(*job.pty)
+        # Opened by a session's leader, a terminal becomes the session's own.
+        opened = (os.POSIX_SPAWN_OPEN, 0, name, os.O_RDWR, 0)
+        return Stdio([master], ["pty"], [opened, (os.POSIX_SPAWN_DUP2, 0, 1), (os.POSIX_SPAWN_DUP2, 0, 2)])
+    ours, names = [], []
+    actions: list[tuple[Any, ...]] = [(os.POSIX_SPAWN_OPEN, 0, "/dev/null", os.O_RDONLY, 0)]
     if job.stdin:
-        theirs, writer = os.pipe2(os.O_CLOEXEC)
+        theirs, writer = _pipe()
         ours.append(writer)
-        ends.append("stdin")
-    out_reader, out = os.pipe2(os.O_CLOEXEC)
-    err_reader, err = os.pipe2(os.O_CLOEXEC)
-    _install(theirs, out, err)
-    return [*ours, out_reader, err_reader], [*ends, "stdout", "stderr"]
+        names.append("stdin")
+        actions = [(os.POSIX_SPAWN_DUP2, theirs, 0)]
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        reader, theirs = _pipe()
+        ours.append(reader)
+        names.append(name)
+        actions.append((os.POSIX_SPAWN_DUP2, theirs, number))
+    return Stdio(ours, names, actions)
 
 
-def _install(*fds: int) -> None:
-    # Above 2 first, so that no dup2 overwrites one that is still needed.
-    high = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 3) for fd in fds]
-    for target, fd in enumerate(high):
-        os.dup2(fd, target)
+def _pipe() -> tuple[int, int]:
+    return os.pipe2(os.O_CLOEXEC)
+
+
+def _start(job: Job, actions: list[tuple[Any, ...]]) -> int:
+    """posix_spawn, which copies nothing, with a new session; the program is found as by execvpe. Raises OSError."""
+    name = job.argv[0]
+    path = job.env.get("PATH", os.defpath)
+    places = [name] if "/" in name else [os.path.join(part, name) for part in path.split(":") if part]
+    refused: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
+    for place in places:
+        try:
+            return os.posix_spawn(place, job.argv, job.env, file_actions=actions, setsid=True)
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        except PermissionError as error:
+            refused = error
+    raise refused
+
+
+def _pid_inside(own: int, handle: int) -> int:
+    """The number that a process has in the innermost pid namespace, by a pidfd of it."""
+    fd = os.open(f"fdinfo/{handle}", os.O_RDONLY | os.O_CLOEXEC, dir_fd=own)
+    try:
+        text = os.read(fd, 4096).decode()
+    finally:
+        os.close(fd)
+    (line,) = (line for line in text.splitlines() if line.startswith("NSpid:"))
+    return int(line.split()[-1])
 
 
 def _limit_resources() -> None:

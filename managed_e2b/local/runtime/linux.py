@@ -34,7 +34,7 @@ _KEYCTL = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 _KEYCTL_REVOKE = 3
 _SESSION_KEYRING = -3
-_TIOCGPTPEER = 0x5441
+_TIOCGPTN = 0x80045430
 _TIOCSPTLCK = 0x40045431
 
 # What root inside a sandbox may do, by capability number: what containers usually get, and nothing that changes mounts,
@@ -127,19 +127,14 @@ def limit_capabilities() -> None:
             return  # EINVAL: past the last capability of this kernel
 
 
-def open_pty(cols: int, rows: int) -> tuple[int, int]:
-    """A new terminal of the devpts that is mounted here: (master, slave), both close-on-exec, of the given size."""
+def open_pty(cols: int, rows: int) -> tuple[int, str]:
+    """A new terminal of the devpts that is mounted here: its master (close-on-exec), and the path of its slave."""
     master = os.open("/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
     fcntl.ioctl(master, _TIOCSPTLCK, struct.pack("i", 0))
-    slave = fcntl.ioctl(master, _TIOCGPTPEER, os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)
+    (number,) = struct.unpack("i", fcntl.ioctl(master, _TIOCGPTN, struct.pack("i", 0)))
     resize_pty(master, cols, rows)
-    return master, slave
+    return master, f"/dev/pts/{number}"
 
 
 def resize_pty(fd: int, cols: int, rows: int) -> None:
     fcntl.ioctl(fd, termios.TIOCSWINSZ, struct.pack("HHHH", rows & 0xFFFF, cols & 0xFFFF, 0, 0))
-
-
-def make_controlling_terminal(fd: int) -> None:
-    """Of the caller's session, which must be new."""
-    fcntl.ioctl(fd, termios.TIOCSCTTY, 0)

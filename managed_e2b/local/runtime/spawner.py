@@ -48,7 +48,7 @@ from managed_e2b.local.runtime.userns import MapSpec
 
 _STATUS_LIMIT = 65536
 
-Report = list[tuple[dict[str, Any], list[int]]]
+Told = tuple[dict[str, Any], list[int]]  # what a fork reported, and descriptors
 
 
 class BadRequest(Exception):
@@ -84,7 +84,7 @@ class Spawner:
         self._sandboxes: dict[str, Sandbox] = {}
         self._jobs: dict[int, int] = {}  # pid of a command → its request
         self._unclaimed: dict[int, int] = {}  # pid → status, reaped before we knew what it was
-        self._forks: set[int] = set()  # forks whose report is still open
+        self._forks: set[int] = set()  # forks that have not reported yet
         self._ignored: set[int] = set()  # children whose end means nothing: their report tells it all
         self._bwraps: dict[int, str] = {}
         self._spec: MapSpec | None = None
@@ -112,7 +112,10 @@ class Spawner:
         self._ended = True
 
     def _on_request(self) -> None:
-        data, fds = channel.receive(self._server)
+        try:
+            data, fds = channel.receive(self._server)
+        except ConnectionResetError:  # the server died with answers unread
+            data, fds = b"", []
         if not data:
             self._ended = True
             return
@@ -147,44 +150,33 @@ class Spawner:
 
     # -- forks and their reports ----------------------------------------------------------------------------------
 
-    def _fork(self, run: Callable[[socket.socket], None], done: Callable[[Report], None]) -> int:
-        """Fork with a report socket; `done` gets what was told, once every process that could tell more has ended."""
+    def _fork(self, run: Callable[[socket.socket], None], done: Callable[[Told], None]) -> int:
+        """Fork with a socket to report on; `done` gets what was told, or a failure, as soon as it is told."""
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             pid = children.fork(lambda: run(theirs), theirs)
         self._forks.add(pid)
         self._ignored.add(pid)
-        told: Report = []
 
         def on_message() -> None:
             data, fds = channel.receive(ours)
-            if data:
-                told.append((json.loads(data), fds))
-                return
             self._selector.unregister(ours)
             ours.close()
             self._forks.discard(pid)
+            died = {"errno": errno.EIO, "message": "the helper process died", "step": "fork"}
             try:
-                done(told)
+                done((json.loads(data) if data else died, fds))
             finally:
-                for _, received in told:
-                    channel.close_all(received)
+                channel.close_all(fds)
                 if not self._forks:
                     self._unclaimed.clear()
 
         self._selector.register(ours, selectors.EVENT_READ, on_message)
         return pid
 
-    def _relay(self, request: int) -> Callable[[Report], None]:
-        """Pass on the one value, or the failure, that a fork told."""
-
-        def done(told: Report) -> None:
-            for body, fds in told:
-                self._answer(request, body, fds)
-                return
-            self._answer(request, {"errno": errno.EIO, "message": "the helper process died", "step": "spawner"})
-
-        return done
+    def _relay(self, request: int) -> Callable[[Told], None]:
+        """Pass on the value, or the failure, that a fork told."""
+        return lambda told: self._answer(request, *told)
 
     def _visit(
         self, request: int, name: Any, namespaces: int, action: Callable[[int], look.Answer], keep: int = -1
@@ -328,15 +320,13 @@ class Spawner:
         ours, theirs = socket.socketpair()
         parent = os.getpid()
 
-        def done(told: Report) -> None:
+        def done(told: Told) -> None:
             with ours:
-                if not told or "errno" in told[0][0]:
+                if "errno" in told[0]:
                     os.close(handle)
-                    body = told[0][0] if told else {"errno": errno.EIO, "message": "the agent died", "step": "agent"}
-                    self._launch_failed(state, body)
+                    self._launch_failed(state, told[0])
                     return
-                given = [pidfd, state.life, ours.fileno(), handle]
-                self._answer(state.request, {"value": {"pid": inside}}, given)
+                self._answer(state.request, {"value": {"pid": inside}}, [pidfd, state.life, ours.fileno(), handle])
             channel.close_all((state.life, handle))
 
         with theirs:
@@ -368,23 +358,14 @@ class Spawner:
         pidfd, job = self._sandbox(args["sandbox"]).pidfd, children.Job.parse(args)
         self._fork(lambda report: children.run_command(pidfd, job, report), lambda told: self._spawned(request, told))
 
-    def _spawned(self, request: int, told: Report) -> None:
-        merged: dict[str, Any] = {}
-        for body, _ in told:
-            merged.update(body)
-        child = merged.get("child")
-        early = self._unclaimed.pop(child, None) if isinstance(child, int) else None
-        if "errno" in merged or "pid" not in merged or child is None:
-            if child is not None and early is None:
-                self._ignored.add(child)
-            failed: dict[str, Any] = {key: merged[key] for key in ("errno", "message", "step") if key in merged}
-            self._answer(request, failed or {"errno": errno.ESRCH, "message": "the sandbox is gone", "step": "spawn"})
+    def _spawned(self, request: int, told: Told) -> None:
+        body, fds = told
+        child = body.get("child")
+        if not isinstance(child, int):
+            self._answer(request, body)
             return
-        # Two processes told: the one outside (pidfd) and the command itself, in any order.
-        handles = next(fds for body, fds in told if "child" in body)
-        rest = next(fds for body, fds in told if "pid" in body)
-        value = {"pid": merged["pid"], "child": child, "stdio": merged["stdio"]}
-        self._answer(request, {"value": value}, [*handles, *rest])
+        self._answer(request, {"value": body}, fds)
+        early = self._unclaimed.pop(child, None)
         if early is None:
             self._jobs[child] = request
         else:
