@@ -40,7 +40,7 @@ def new_api_key() -> str:
 
 def choose_api_key(environ: Mapping[str, str]) -> str:
     """The key in E2B_API_KEY, else a new one."""
-    return environ.get(KEY_VARIABLE, "").strip() or new_api_key()
+    return environ.get(KEY_VARIABLE) or new_api_key()
 
 
 def state_file(environ: Mapping[str, str] = os.environ) -> Path:
@@ -62,11 +62,11 @@ def write_state(path: Path, state: ServerState) -> None:
 
 
 def read_state(path: Path) -> ServerState | None:
-    """The state in the file; None when there is none that can be read as one. Raises OSError, but not for absence."""
+    """The state in the file; None when there is no file, or none of ours. Raises OSError when it cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
         return ServerState(url=str(value["url"]), api_key=str(value["api_key"]), pid=int(value["pid"]))
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
         return None
 
 

@@ -193,7 +193,8 @@ def run_server(
     """Serve until SIGTERM or SIGINT, then kill all sandboxes and return: `me2b serve`.
 
     The key is E2B_API_KEY when that is set, else a new one; `keys.state_file()` tells the user's other programs.
-    `announce` is called once the server listens. Raises OSError (the port, the state file), RuntimeUnavailable.
+    `announce` is called once the server listens. Raises RuntimeUnavailable, and OSError: for the port, or for the
+    state file when nothing else tells the key.
     """
     asyncio.run(_run(LocalServer(port, keys.choose_api_key(os.environ), data_dir), announce))
 
@@ -206,7 +207,7 @@ async def _run(server: LocalServer, announce: Callable[[LocalServer], None] | No
     path = keys.state_file()
     try:
         await server.start()
-        keys.write_state(path, keys.ServerState(server.url, server.api_key, os.getpid()))
+        _publish(path, server)
         log.info("listening on %s", server.url)
         if announce is not None:
             announce(server)
@@ -217,5 +218,16 @@ async def _run(server: LocalServer, announce: Callable[[LocalServer], None] | No
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)  # a second one ends it at once
-        keys.remove_state(path, os.getpid())
-        await server.close()
+        try:
+            await server.close()
+        finally:
+            keys.remove_state(path, os.getpid())
+
+
+def _publish(path: Path, server: LocalServer) -> None:
+    try:
+        keys.write_state(path, keys.ServerState(server.url, server.api_key, os.getpid()))
+    except OSError as error:
+        if server.api_key != os.environ.get(keys.KEY_VARIABLE):
+            raise
+        log.warning("`me2b env` will not find this server: %s", error)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 
 from managed_e2b.local.errors import ApiError, bad_request
 
@@ -90,13 +90,16 @@ M = TypeVar("M", bound=BaseModel)
 
 async def read_body(request: Request, model: type[M]) -> M:
     """The request's body as `model`; an empty one counts as `{}`. Raises ApiError: 400, or 413 for one too large."""
-    raw = b""
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > MAX_BODY:
-            raise ApiError(413, f"Request body is larger than {MAX_BODY} bytes", headers={"Connection": "close"})
+    raw = bytearray()
     try:
-        return model.model_validate_json(raw.strip() or b"{}")
+        async for chunk in request.stream():
+            raw += chunk
+            if len(raw) > MAX_BODY:
+                raise ApiError(413, f"Request body is larger than {MAX_BODY} bytes", headers={"Connection": "close"})
+    except ClientDisconnect as error:
+        raise bad_request("The request broke off") from error
+    try:
+        return model.model_validate_json(bytes(raw).strip() or b"{}")
     except ValidationError as error:
         raise bad_request(_explain(error)) from None  # the cause holds the input, which may hold secrets
 

@@ -166,6 +166,7 @@ class World:
     clock: StepClock
     api: httpx.AsyncClient
     anonymous: httpx.AsyncClient
+    envd: type[FakeEnvd] = FakeEnvd
 
     async def create(self, path: str = "/v2/sandboxes", **body: Any) -> dict[str, Any]:
         answer = await self.api.post(path, json={"templateID": "base", **body})

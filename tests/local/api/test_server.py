@@ -110,7 +110,7 @@ class TestKeys:
         assert key.startswith("e2b_")
         assert len(bytes.fromhex(key.removeprefix("e2b_"))) == 20
         assert keys.choose_api_key({"E2B_API_KEY": "mine"}) == "mine"
-        assert keys.choose_api_key({"E2B_API_KEY": " "}).startswith("e2b_")
+        assert keys.choose_api_key({"E2B_API_KEY": ""}).startswith("e2b_")
 
     def test_the_state_is_for_its_user_alone(self, tmp_path):
         path = keys.state_file({"XDG_STATE_HOME": str(tmp_path)})

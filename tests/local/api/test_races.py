@@ -1,0 +1,111 @@
+"""Anything at once: whatever clients do to the same sandboxes, each ends exactly once and none is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+
+import pytest
+
+from managed_e2b.local.errors import ApiError
+from managed_e2b.local.model import SandboxSpec, State
+from managed_e2b.local.sandboxes import SandboxRegistry
+
+
+def slow_down(guest, dice):
+    """Let a guest's operations take a random number of turns of the event loop."""
+
+    def slowly(operation):
+        async def slow():
+            for _ in range(dice.randrange(6)):
+                await asyncio.sleep(0)
+            await operation()
+
+        return slow
+
+    for name in ("freeze", "thaw", "kill"):
+        setattr(guest, name, slowly(getattr(guest, name)))
+
+
+@pytest.mark.parametrize("seed", range(25))
+async def test_random_clients(world, seed):
+    dice = random.Random(seed)
+    runtime, clock = world.runtime, world.clock
+    create = runtime.create
+
+    async def slow_create(sandbox_id, *, template="base"):
+        for _ in range(dice.randrange(6)):
+            await asyncio.sleep(0)
+        guest = await create(sandbox_id, template=template)
+        slow_down(guest, dice)
+        return guest
+
+    runtime.create = slow_create
+    registry = SandboxRegistry(runtime, world.envd, clock=clock)
+    ids = []
+    refusals = set()
+
+    async def client():
+        for _ in range(20):
+            action = dice.choice(["create", "create", "kill", "pause", "connect", "timeout", "expire", "die", "get"])
+            target = dice.choice(ids) if ids else "inone"
+            try:
+                if action == "create":
+                    spec = SandboxSpec("base", "base", dice.choice([5, 50]), auto_pause=dice.random() < 0.3)
+                    ids.append((await registry.create(spec)).sandbox_id)
+                elif action == "kill":
+                    await registry.kill(target)
+                    assert registry.find(target) is None
+                elif action == "pause":
+                    await registry.pause(target)
+                elif action == "connect":
+                    box, _ = await registry.connect(target, dice.choice([1, 60]))
+                    assert box.sandbox_id == target
+                elif action == "timeout":
+                    await registry.set_timeout(target, dice.choice([0, 3, 80]))
+                elif action == "expire":
+                    clock.step(dice.choice([1, 10]))
+                    registry.expire_due()
+                elif action == "die":
+                    for guest in runtime.guests:
+                        if guest.sandbox_id == target:
+                            guest.dead.set()
+                else:
+                    await registry.get(target)
+            except ApiError as error:
+                refusals.add(error.status)
+
+    async with asyncio.timeout(30):
+        await asyncio.gather(*(client() for _ in range(6)))
+        for box in list(registry):
+            guest = next(g for g in runtime.guests if g.sandbox_id == box.sandbox_id)
+            if not guest.dead.is_set() and not box.transition.locked():
+                assert guest.frozen == (box.state is State.PAUSED)
+        await registry.close()
+    assert refusals <= {404, 409}
+    assert not list(registry)
+    assert not runtime.alive
+    assert all(guest.kills == 1 for guest in runtime.guests)
+    counters = registry.counters
+    assert counters.created == sum(counters.ended.values()) == len(runtime.guests)
+    assert (counters.live, counters.ending) == (0, 0)
+
+
+async def test_a_cancelled_kill_or_pause_is_finished_all_the_same(world, until):
+    registry = world.server.registry
+    box = registry.find((await world.create())["sandboxID"])
+    box.guest.freeze_gate.clear()
+    pause = asyncio.create_task(registry.pause(box.sandbox_id))
+    await box.guest.freezing.wait()
+    pause.cancel()
+    await asyncio.gather(pause, return_exceptions=True)
+    box.guest.freeze_gate.set()
+    await until(lambda: box.is_in(State.PAUSED))
+    box.guest.kill_gate.clear()
+    kill = asyncio.create_task(registry.kill(box.sandbox_id))
+    await box.guest.killing.wait()
+    kill.cancel()
+    await asyncio.gather(kill, return_exceptions=True)
+    box.guest.kill_gate.set()
+    await until(lambda: not world.runtime.alive)
+    assert registry.find(box.sandbox_id) is None
