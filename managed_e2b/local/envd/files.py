@@ -9,7 +9,8 @@ from __future__ import annotations
 import errno
 import os
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterable, AsyncIterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from mimetypes import guess_type
 from typing import Any
@@ -33,11 +34,11 @@ from managed_e2b.local.envd.transfer import (
     ClientGone,
     FileWriter,
     HeldFd,
+    RequestBody,
     UploadStalled,
     gunzip,
     gzipped,
     read_chunks,
-    request_body,
 )
 from managed_e2b.local.runtime.base import GuestError, GuestGone, User
 
@@ -68,39 +69,29 @@ class Query:
 
 async def files_endpoint(ctx: EnvdContext, scope: Scope, receive: Receive, send: Send) -> None:
     """Answer one request. Run it as a call (`Calls.serve`), so that it ends with its client and with its sandbox."""
+    body = RequestBody(receive)
     try:
         try:
             if scope["method"] == "GET":
-                async for _ in request_body(receive):  # none; but from its end on it is noticed when the client leaves
-                    pass
+                await body.discard()  # there is none; but from its end on it is noticed when the client leaves
                 await _download(ctx, scope, send)
             elif scope["method"] == "POST":
-                response = JSONResponse(await _upload(ctx, scope, receive))
-                await response(scope, receive, send)
+                await JSONResponse(await _upload(ctx, scope, body))(scope, receive, send)
             else:
                 raise Refused(405, "/files answers GET and POST only")
         except GuestGone:
             raise Refused(502, SANDBOX_GONE) from None
+        except ConnectError as ended:  # the call has no business going on
+            if ended.code == Code.CANCELED:
+                raise ClientGone from None
+            raise Refused(502, SANDBOX_GONE) from None
     except Refused as refused:
-        await _refuse(refused, scope, receive, send)
+        with suppress(ClientGone):
+            # Nobody is made to send what waits for a "continue" first.
+            if not rules.header(scope["headers"], b"expect"):
+                await body.discard()
+            await refused.response()(scope, receive, send)
     except ClientGone:
-        return
-    except ConnectError as ended:  # the call has no business going on
-        if ended.code != Code.CANCELED:
-            await _refuse(Refused(502, SANDBOX_GONE), scope, receive, send)
-
-
-async def _refuse(refused: Refused, scope: Scope, receive: Receive, send: Send) -> None:
-    """Answer with an error, after taking in what is left of the body: a client that is still sending could not read it.
-
-    Nobody is made to send what waits for a "continue" first.
-    """
-    try:
-        if scope["method"] == "POST" and not rules.header(scope["headers"], b"expect"):
-            async for _ in request_body(receive):
-                pass
-        await refused.response()(scope, receive, send)
-    except (ClientGone, UploadStalled, ConnectError):
         return
 
 
@@ -232,8 +223,8 @@ async def _send_all(
             async for data in content:
                 await attended(send({"type": "http.response.body", "body": data, "more_body": True}))
                 sent += len(data)
-        except ConnectError:
-            return  # the client left or the sandbox died: no clean end for this stream
+        except (ConnectError, OSError):
+            return  # the client left, the sandbox died, or the file cannot be read on: no clean end for this stream
     if length is None or sent == length:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
@@ -255,7 +246,7 @@ def _read_refusal(error: GuestError, path: str) -> Refused:
     return Refused(500, f"error opening file '{path}': {error.message}")
 
 
-async def _upload(ctx: EnvdContext, scope: Scope, receive: Receive) -> list[dict[str, Any]]:
+async def _upload(ctx: EnvdContext, scope: Scope, body: RequestBody) -> list[dict[str, Any]]:
     """Store what the request brings; what the answer tells about each file."""
     headers = scope["headers"]
     query = parse_query(scope)
@@ -268,17 +259,15 @@ async def _upload(ctx: EnvdContext, scope: Scope, receive: Receive) -> list[dict
         metadata = rules.metadata_of(headers)
     except rules.InvalidMetadata as error:
         raise Refused(400, f"invalid metadata: {error}") from None
-    body = request_body(receive)
     upload = Upload(ctx, user, query.path, metadata)
     content_type = rules.header(headers, b"content-type")
+    content: AsyncIterable[bytes] = gunzip(body) if encoding == rules.GZIP else body
     try:
-        if encoding == rules.GZIP:
-            body = gunzip(body)
         kind = content_type.partition(";")[0].strip().lower()
         if kind == "application/octet-stream":
-            await upload.take_raw(body)
+            await upload.take_raw(content)
         elif kind.startswith("multipart/"):
-            await upload.take_multipart(body, content_type)
+            await upload.take_multipart(content, content_type)
         else:
             raise Refused(
                 400,
@@ -305,7 +294,7 @@ class Upload:
         self._path = ""
         self._writer: FileWriter | None = None
 
-    async def take_raw(self, body: AsyncIterator[bytes]) -> None:
+    async def take_raw(self, body: AsyncIterable[bytes]) -> None:
         """The whole body is one file."""
         if self._wanted_path is None:
             raise Refused(400, "path query parameter is required for raw body upload")
@@ -314,7 +303,7 @@ class Upload:
             await self._write(data)
         await self._end()
 
-    async def take_multipart(self, body: AsyncIterator[bytes], content_type: str) -> None:
+    async def take_multipart(self, body: AsyncIterable[bytes], content_type: str) -> None:
         """Each part named `file` is a file: at `path` when the query has one, else where the part's filename says."""
         async for event in multipart_parts(body, content_type):
             if isinstance(event, Part):

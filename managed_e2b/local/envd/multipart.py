@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterable, AsyncIterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Final, Literal, TypeAlias
@@ -97,7 +97,7 @@ class _Collector:
         self.complete = True
 
 
-async def multipart_parts(body: AsyncIterator[bytes], content_type: str) -> AsyncIterator[Event]:
+async def multipart_parts(body: AsyncIterable[bytes], content_type: str) -> AsyncIterator[Event]:
     """The parts of a body, in order. Raises BadBody when it is not multipart, or ends before its end."""
     boundary = parse_options_header(content_type)[1].get(b"boundary")
     if not boundary:

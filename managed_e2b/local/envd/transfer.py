@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import zlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterable, AsyncIterator, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from starlette.types import Message, Receive
+from starlette.types import Receive
 
 from managed_e2b.local.envd.streams import attended
 
@@ -18,6 +18,7 @@ T = TypeVar("T")
 
 CHUNK = 1 << 20  # bytes read or written at a time
 IDLE = 60.0  # seconds for which a client may send nothing of its upload
+LINGER = 30.0  # seconds for which the rest of a refused upload is taken in
 GZIP_WINDOW = 31  # zlib: the largest window, in a gzip wrapper
 
 # Disks may block, and a loop that serves all sandboxes must not. Threads are made when they are needed.
@@ -98,27 +99,44 @@ async def read_chunks(held: HeldFd, start: int, end: int | None) -> AsyncIterato
         yield data
 
 
-async def request_body(receive: Receive) -> AsyncIterator[bytes]:
-    """The body as it comes. Raises ClientGone, and UploadStalled."""
+class RequestBody:
+    """The body of a request as it comes. Iterating again goes on where it was left.
 
-    async def next_message() -> Message:
+    Raises ClientGone, UploadStalled, and what `attended` raises when the call has to end.
+    """
+
+    def __init__(self, receive: Receive) -> None:
+        self._receive = receive
+        self._complete = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        while not self._complete:
+            if data := await attended(self._next()):
+                yield data
+
+    async def discard(self) -> None:
+        """Take in what is left, whatever became of the call, but not for long: a client that is still sending could not
+        read an answer."""
+        try:
+            async with asyncio.timeout(LINGER):
+                while not self._complete:
+                    await self._next()
+        except (TimeoutError, UploadStalled):
+            return  # it gets the answer all the same, and the connection is closed
+
+    async def _next(self) -> bytes:
         try:
             async with asyncio.timeout(IDLE):
-                return await receive()
+                message = await self._receive()
         except TimeoutError:
             raise UploadStalled(f"nothing came for {IDLE:.0f} seconds") from None
-
-    more = True
-    while more:
-        message = await attended(next_message())
         if message["type"] == "http.disconnect":
             raise ClientGone
-        more = message.get("more_body", False)
-        if message.get("body"):
-            yield message["body"]
+        self._complete = not message.get("more_body", False)
+        return bytes(message.get("body", b""))
 
 
-async def gunzip(body: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+async def gunzip(body: AsyncIterable[bytes]) -> AsyncIterator[bytes]:
     """The content of a gzip stream of one or several members, a bounded piece at a time. Raises BadBody."""
     inflater = zlib.decompressobj(GZIP_WINDOW)
     empty = True

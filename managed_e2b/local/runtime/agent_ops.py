@@ -72,7 +72,9 @@ def op_stat(args: Args, fds: list[int]) -> Result:
 
 def op_list(args: Args, fds: list[int]) -> Result:
     path = to_path(args["path"])
-    return _jobs.start(walk(Describer(_accounts), resolve(path), path, int(args["depth"]))), []
+    root = resolve(path)
+    os.stat(root)  # what is wrong with it, a loop of links for example, it tells better than the listing
+    return _jobs.start(walk(Describer(_accounts), root, path, int(args["depth"]))), []
 
 
 def op_remove(args: Args, fds: list[int]) -> Result:

@@ -1,14 +1,16 @@
-"""The file agent, asked directly about files of this host."""
+"""The file agent, asked directly about files of this host, and envd's file services in front of it."""
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from managed_e2b.local.runtime import agent_ops
@@ -85,3 +87,35 @@ def xattrs(tmp_path: Path) -> None:
         os.removexattr(tmp_path, "user.e2b.probe")
     except OSError:
         pytest.skip("the filesystem of the tests has no user xattrs")
+
+
+@pytest.fixture
+async def http(served: Any) -> AsyncIterator[httpx.AsyncClient]:
+    async with httpx.AsyncClient(base_url=served.url, headers=served.headers, timeout=60, trust_env=False) as client:
+        yield client
+
+
+@pytest.fixture
+def in_thread() -> Callable[..., Awaitable[Any]]:
+    """Call the sync SDK while the server goes on in this thread's loop."""
+    return asyncio.to_thread
+
+
+def links_of_descriptors() -> list[str]:
+    links = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            links.append(os.readlink(f"/proc/self/fd/{fd}"))
+        except FileNotFoundError:  # that of the listing itself
+            continue
+    return links
+
+
+@pytest.fixture
+def nothing_open(tmp_path: Path, until: Any) -> Callable[[], Awaitable[None]]:
+    """Wait until no file of the sandbox is open in the server; its threads may need a moment to let go."""
+
+    async def wait() -> None:
+        await until(lambda: not any(link.startswith(str(tmp_path)) for link in links_of_descriptors()))
+
+    return wait
