@@ -39,7 +39,7 @@ def run(pidfd: int, connection: socket.socket, report: socket.socket, parent: in
 def _prepare_sandbox() -> None:
     with children.step("mount"):
         # bubblewrap mounts everything nosuid; the sudo stand-in lies below /usr.
-        linux.mount("none", "/usr", None, linux.MS_REMOUNT | linux.MS_BIND)
+        linux.mount("none", "/usr", None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_NODEV)
     with children.step("forbid nested user namespaces"):
         children.write_text(_NO_NESTED_USER_NAMESPACES, "0")
 

@@ -10,13 +10,14 @@ import os
 import re
 import shutil
 import sys
+from dataclasses import asdict
 from pathlib import Path
 
 from managed_e2b.local.runtime import bwrap, channel, doctor, idmap, storage
 from managed_e2b.local.runtime.base import Exit, GuestGone, RuntimeUnavailable
-from managed_e2b.local.runtime.bwrap import Layers, Private
 from managed_e2b.local.runtime.guest import BubblewrapGuest
 from managed_e2b.local.runtime.idmap import IdMap
+from managed_e2b.local.runtime.layers import Layout
 from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
 from managed_e2b.local.runtime.storage import Home
 
@@ -207,27 +208,24 @@ class BubblewrapRuntime:
             raise
 
     async def _launch(self, spawner: SpawnerLink, sandbox_id: str) -> BubblewrapGuest:
-        private = Private(f"{self._view}/guests/{sandbox_id}")
-        layers = Layers([f"{self._view}/base"], [f"{self._view}/base-usr"])
-        argv = bwrap.arguments(
-            self._program, layers, private if self._overlay else None, bwrap.host_binds(self._python)
-        )
+        layout = Layout(self._view, sandbox_id, ["base"], ["base-usr"], memory=not self._overlay)
+        directory = f"{self._view}/{layout.top}"
+        binds = bwrap.host_binds(self._python)
+        argv = bwrap.arguments(self._program, layout.merged_root, layout.merged_usr, binds)
         try:
             async with asyncio.timeout(_LAUNCH_SECONDS):
-                reply = await spawner.call(
-                    "launch", sandbox=sandbox_id, argv=argv, mkdirs=private.all if self._overlay else [private.top]
-                )
+                reply = await spawner.call("launch", sandbox=sandbox_id, argv=argv, layout=asdict(layout))
         except (OperationFailed, TimeoutError) as error:
             with contextlib.suppress(GuestGone, OperationFailed):
-                await spawner.call("bury", sandbox=sandbox_id, directory=private.top)
+                await spawner.call("bury", sandbox=sandbox_id, directory=directory)
             detail = error.message if isinstance(error, OperationFailed) else f"not ready after {_LAUNCH_SECONDS} s"
             raise RuntimeUnavailable(f"a sandbox did not start ({detail}): run `me2b doctor`") from error
         except GuestGone as error:
             raise RuntimeUnavailable("the process that makes sandboxes died") from error
         guest = BubblewrapGuest(
             sandbox_id,
-            private.top,
-            [private.root, private.usr] if self._overlay else [],
+            directory,
+            layout.changes,
             spawner,
             reply.value["pid"],
             reply.fds,

@@ -7,7 +7,6 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from managed_e2b.local.runtime import standins
@@ -27,47 +26,11 @@ _INIT_CAPABILITY = "CAP_SYS_PTRACE"
 _SHM_BYTES = 256 * 1024 * 1024
 
 
-@dataclass(frozen=True)
-class Layers:
-    """Directories as the spawner sees them; lower ones topmost first."""
-
-    root: Sequence[str]
-    usr: Sequence[str]
-
-
-@dataclass(frozen=True)
-class Private:
-    """The directories of one sandbox: `root` and `usr` take its changes, the others are overlayfs's own."""
-
-    top: str
-
-    @property
-    def root(self) -> str:
-        return f"{self.top}/root"
-
-    @property
-    def usr(self) -> str:
-        return f"{self.top}/usr"
-
-    @property
-    def all(self) -> list[str]:
-        return [self.top, self.root, f"{self.top}/root-work", self.usr, f"{self.top}/usr-work"]
-
-
-def arguments(
-    program: str, layers: Layers, private: Private | None, binds: Sequence[tuple[str, str]] = ()
-) -> list[str]:
-    """`private` None: changes go to memory that nobody sees. `binds`: (path on the host, path inside), read-only."""
+def arguments(program: str, root: str, usr: str, binds: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """`root` and `usr`: what the sandbox has there, writable. `binds`: (path on the host, path inside), read-only."""
     argv = [program, "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try"]
     argv += ["--hostname", standins.HOSTNAME, "--die-with-parent", "--as-pid-1", "--info-fd", str(INFO_FD)]
-    for place, lowers, upper in (
-        ("/", layers.root, private.root if private else ""),
-        ("/usr", [*layers.usr, "/usr"], private.usr if private else ""),
-    ):
-        # bubblewrap wants the lowest layer first.
-        for lower in reversed(lowers):
-            argv += ["--overlay-src", lower]
-        argv += ["--overlay", upper, f"{upper}-work", place] if upper else ["--tmp-overlay", place]
+    argv += ["--bind", root, "/", "--bind", usr, "/usr"]
     for source, target in binds:
         argv += ["--ro-bind", source, target]
     argv += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]

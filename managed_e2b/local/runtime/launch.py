@@ -1,4 +1,4 @@
-"""The fork that becomes a sandbox: a new user namespace, its directories, then bubblewrap in its place.
+"""The fork that becomes a sandbox: a new user namespace, its mounts, then bubblewrap in its place.
 
 Standard library only; runs in a fork of the spawner.
 """
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from managed_e2b.local.runtime import children, linux
+from managed_e2b.local.runtime import children, layers, linux
+from managed_e2b.local.runtime.layers import Layout
 from managed_e2b.local.runtime.userns import MapSpec, enter_new
 
 # Descriptors of the first process inside; `bwrap.py` writes its script with these numbers.
@@ -23,7 +24,7 @@ READY_FD = 11
 INFO_FD = 12
 READY = b"ready\n"
 
-_MAX_FRAME_TEXT = 4000
+_MAX_TEXT = 4000
 
 
 @dataclass(frozen=True)
@@ -33,28 +34,24 @@ class LaunchPipes:
     info_writer: int
 
 
-def become_sandbox(spec: MapSpec, argv: Sequence[str], mkdirs: Sequence[str], pipes: LaunchPipes, parent: int) -> None:
+def become_sandbox(spec: MapSpec, layout: Layout, argv: Sequence[str], pipes: LaunchPipes, parent: int) -> None:
     """Never returns on success. A failure is told on the status pipe, as bubblewrap tells its own."""
     children.reset_signals()
     os.setsid()
     os.umask(0o022)
     try:
-        _exec_bubblewrap(spec, argv, mkdirs, pipes, parent)
+        _exec_bubblewrap(spec, layout, argv, pipes, parent)
     except OSError as error:
         where = getattr(error, "step", "launch")
-        os.write(pipes.status_writer, f"{where}: {error.strerror or error}"[:_MAX_FRAME_TEXT].encode())
+        os.write(pipes.status_writer, f"{where}: {error.strerror or error}"[:_MAX_TEXT].encode())
 
 
-def _exec_bubblewrap(
-    spec: MapSpec, argv: Sequence[str], mkdirs: Sequence[str], pipes: LaunchPipes, parent: int
-) -> NoReturn:
+def _exec_bubblewrap(spec: MapSpec, layout: Layout, argv: Sequence[str], pipes: LaunchPipes, parent: int) -> NoReturn:
     _arrange(pipes)
     enter_new(spec)
     with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
         children.write_text("/proc/self/oom_score_adj", str(children.OOM_SCORE))
-    with children.step("prepare directories"):
-        for directory in mkdirs:
-            os.mkdir(directory, 0o755)
+    layers.mount(layout)
     linux.die_with_parent(signal.SIGKILL)  # after the change of ids, which clears it
     if os.getppid() != parent:
         os._exit(1)

@@ -16,7 +16,7 @@ served.
 | check_overlay | directory (made) | whether it can hold the upper layer of an overlay (`upkeep.try_overlay`) |
 | build | directories (made), root, usr, facts | the layers of a template (`base_template.build`) |
 | empty | directory | |
-| launch | sandbox, argv, mkdirs | host pid; pidfd, life pipe, agent's socket, agent's pidfd |
+| launch | sandbox, argv, layout (`layers.Layout`) | host pid; pidfd, life pipe, agent's socket, agent's pidfd |
 | spawn | sandbox, argv, env, cwd, uid, gid, groups, stdin, pty | pid, child, stdio; pidfd, marker, stdio descriptors |
 | kill_marked | sandbox; + marker | |
 | signal_all | sandbox, signal | |
@@ -44,6 +44,7 @@ from typing import Any, ClassVar
 
 from managed_e2b.local.runtime import agent, base_template, channel, children, launch, linux, look, upkeep
 from managed_e2b.local.runtime.launch import LaunchPipes
+from managed_e2b.local.runtime.layers import Layout
 from managed_e2b.local.runtime.userns import MapSpec
 
 _STATUS_LIMIT = 65536
@@ -274,7 +275,7 @@ class Spawner:
         self._maintain(request, lambda: upkeep.empty(directory))
 
     def _launch(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        name, argv, mkdirs = args["sandbox"], args["argv"], args["mkdirs"]
+        name, argv, layout = args["sandbox"], args["argv"], Layout(**args["layout"])
         spec = self._spec
         if spec is None or not isinstance(name, str) or name in self._sandboxes or name in self._bwraps.values():
             raise BadRequest("not configured, or the sandbox exists")
@@ -282,7 +283,7 @@ class Spawner:
         status_reader, status_writer = os.pipe2(os.O_CLOEXEC)
         info_reader, info_writer = os.pipe2(os.O_CLOEXEC)
         pipes, parent = LaunchPipes(life_reader, status_writer, info_writer), os.getpid()
-        bwrap = children.fork(lambda: launch.become_sandbox(spec, argv, mkdirs, pipes, parent))
+        bwrap = children.fork(lambda: launch.become_sandbox(spec, layout, argv, pipes, parent))
         channel.close_all((life_reader, status_writer, info_writer))
         self._bwraps[bwrap] = name
         self._sandboxes[name] = Sandbox(bwrap, -1)

@@ -11,7 +11,7 @@ import os
 import socket
 from typing import Any
 
-from managed_e2b.local.runtime import channel, children, linux
+from managed_e2b.local.runtime import channel, children, layers, linux
 from managed_e2b.local.runtime.children import StepError
 from managed_e2b.local.runtime.userns import MapSpec, enter_new
 
@@ -61,14 +61,14 @@ def keep_user_namespace(spec: MapSpec) -> int:
 
 def try_overlay(directory: str) -> dict[str, Any]:
     """Whether a new directory can hold an overlay: `{"ok", "detail", "xattrs"}`. For a fork: it leaves a mount."""
-    names = {name: os.path.join(directory, name) for name in ("lower", "upper", "work", "merged")}
+    probe = os.path.join(directory, "merged", "probe")
     try:
-        for path in (directory, *names.values()):
-            os.mkdir(path)
+        os.mkdir(directory)
+        os.chdir(directory)
+        for name in ("lower", "upper", "upper-work", "merged"):
+            os.mkdir(name)
         linux.unshare(linux.CLONE_NEWNS)
-        layers = f"lowerdir={names['lower']},upperdir={names['upper']},workdir={names['work']},userxattr"
-        linux.mount("overlay", names["merged"], "overlay", 0, layers)
-        probe = os.path.join(names["merged"], "probe")
+        linux.mount("overlay", "merged", "overlay", linux.MS_NODEV, layers.options(["lower"], "upper"))
         os.close(os.open(probe, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
     except OSError as error:
         return {"ok": False, "detail": error.strerror or str(error), "xattrs": False}

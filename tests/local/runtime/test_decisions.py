@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from managed_e2b.local.runtime import bwrap, doctor, idmap, standins, storage
-from managed_e2b.local.runtime.bwrap import Layers, Private
+from managed_e2b.local.runtime import bwrap, doctor, idmap, layers, standins, storage
+from managed_e2b.local.runtime.layers import Layout
 
 WHOLE = [(0, 0, 4294967295)]
 
@@ -63,23 +63,23 @@ def test_the_longest_range_of_a_user_is_taken() -> None:
     assert idmap.subordinate(text, 1234) is None
 
 
-def test_layers_reach_bubblewrap_lowest_first() -> None:
-    argv = bwrap.arguments("bwrap", Layers(["/upper", "/lower"], ["/over"]), Private("/own"))
+def test_bubblewrap_gets_namespaces_mounts_and_no_capability_but_one() -> None:
+    argv = bwrap.arguments("bwrap", "/m/root", "/m/usr", [("/bin", "/bin")])
     text = " ".join(argv)
-    assert "--overlay-src /lower --overlay-src /upper --overlay /own/root /own/root-work /" in text
-    assert "--overlay-src /usr --overlay-src /over --overlay /own/usr /own/usr-work /usr" in text
+    assert "--bind /m/root / --bind /m/usr /usr --ro-bind /bin /bin --proc /proc --dev /dev" in text
     for wanted in ("pid", "ipc", "uts", "net"):
         assert f"--unshare-{wanted}" in argv
     assert "--die-with-parent" in argv
     assert "--clearenv" in argv
     assert argv[argv.index("--cap-drop") + 1] == "ALL"
+    assert argv.count("--cap-add") == 1
 
 
-def test_without_a_place_changes_go_to_memory() -> None:
-    argv = bwrap.arguments("bwrap", Layers(["/lower"], []), None, [("/bin", "/bin")])
-    assert argv.count("--tmp-overlay") == 2
-    assert "--overlay" not in argv
-    assert argv[argv.index("--ro-bind") + 1] == "/bin"
+def test_layers_are_told_topmost_first_and_in_relative_paths() -> None:
+    layout = Layout("/home-of-all", "x", ["upper", "lower"], ["over"], memory=False)
+    text = layers.options(layout.root, f"{layout.top}/root")
+    assert text == "lowerdir=upper:lower,upperdir=guests/x/root,workdir=guests/x/root-work,userxattr,volatile"
+    assert layout.changes == ["/home-of-all/guests/x/root", "/home-of-all/guests/x/usr"]
 
 
 def test_places_for_sandboxes_in_order() -> None:

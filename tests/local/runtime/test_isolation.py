@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -153,6 +154,15 @@ async def test_mounts_cannot_be_changed(box: Box, user: str) -> None:
     mount -t proc proc /mnt && echo DONE
     """
     assert "DONE" not in (await box.run(script, user=user)).out
+
+
+@both
+async def test_mounts_tell_nothing_of_the_host(box: Box, user: str, data_dir: Path) -> None:
+    text = (await box.run("cat /proc/mounts /proc/self/mountinfo", user=user)).out
+    assert "overlay / overlay" in text
+    assert str(data_dir) not in text
+    assert "oldroot" not in text
+    assert not re.search(r"[=:]/(?!usr\b)", text)
 
 
 @both

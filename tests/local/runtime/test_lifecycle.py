@@ -48,6 +48,19 @@ async def test_a_kill_leaves_no_process_no_mount_and_no_directory(make_box: Call
     await box.guest.kill()  # again: nothing
 
 
+async def test_changes_can_be_kept_in_memory(runtime: BubblewrapRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no directory of the host can hold an overlay."""
+    monkeypatch.setattr(runtime, "_overlay", False)
+    guest = await runtime.create("memory")
+    box = Box(guest, runtime)
+    before = await guest.usage()
+    result = await box.run("head -c 3000000 /dev/zero > ~/big; sudo touch /etc/x /usr/x; ls /etc/x /usr/x")
+    assert result.out == "/etc/x\n/usr/x\n"
+    assert (await guest.usage()).disk_used >= before.disk_used + 3_000_000
+    await guest.kill()
+    assert "memory" not in directories(runtime)
+
+
 async def test_kills_at_once_are_one(make_box: Callable[[], Awaitable[Box]]) -> None:
     box = await make_box()
     await asyncio.gather(*(box.guest.kill() for _ in range(5)))
@@ -132,6 +145,9 @@ async def test_many_sandboxes_at_once(runtime: BubblewrapRuntime) -> None:
     assert runtime.live_sandboxes == 0
 
 
+LAYOUT = {"home": "/no/such/directory", "sandbox": "half", "root": [], "usr": [], "memory": False}
+
+
 async def test_the_spawner_survives_bad_requests(runtime: BubblewrapRuntime, box: Box) -> None:
     link = runtime.spawner_link
     bad = [
@@ -139,8 +155,9 @@ async def test_the_spawner_survives_bad_requests(runtime: BubblewrapRuntime, box
         ("spawn", {}),
         ("spawn", {"sandbox": "nobody"}),
         ("spawn", {"sandbox": box.guest.sandbox_id, "argv": "text", "env": [], "cwd": 1}),
-        ("launch", {"sandbox": 1, "argv": None, "mkdirs": None}),
-        ("launch", {"sandbox": box.guest.sandbox_id, "argv": [], "mkdirs": []}),
+        ("launch", {"sandbox": 1, "argv": None, "layout": None}),
+        ("launch", {"sandbox": box.guest.sandbox_id, "argv": [], "layout": LAYOUT}),
+        ("launch", {"sandbox": "half", "argv": ["/no/such/bwrap"], "layout": LAYOUT}),
         ("signal_all", {"sandbox": box.guest.sandbox_id, "signal": 1000}),
         ("dial", {"sandbox": box.guest.sandbox_id, "port": 70000}),
         ("kill_marked", {"sandbox": box.guest.sandbox_id}),
@@ -152,8 +169,6 @@ async def test_the_spawner_survives_bad_requests(runtime: BubblewrapRuntime, box
     for op, args in bad:
         with pytest.raises(OperationFailed):
             await link.call(op, **args)
-    with pytest.raises(OperationFailed):
-        await link.call("launch", sandbox="half", argv=["/no/such/bwrap"], mkdirs=[])
     assert (await box.run("echo alive")).out == "alive\n"
 
 

@@ -1,0 +1,67 @@
+"""The overlays of one sandbox: its template's layers below, its own changes on top. Where they lie, and their mounting.
+
+They are mounted here and not by bubblewrap for two reasons. `volatile`: without it, the end of each sandbox would sync
+the host's whole filesystem below it. And relative paths: what /proc/mounts shows inside tells nothing of the host.
+
+Standard library only; `mount` runs in a fork of the spawner.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from managed_e2b.local.runtime import children, linux
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Paths are relative to `home`, lower layers topmost first. `memory`: changes are kept in a tmpfs of its own."""
+
+    home: str
+    sandbox: str
+    root: Sequence[str]
+    usr: Sequence[str]
+    memory: bool
+
+    @property
+    def top(self) -> str:
+        """The sandbox's own directory."""
+        return f"guests/{self.sandbox}"
+
+    @property
+    def merged_root(self) -> str:
+        """Where the sandbox's root is mounted, for bubblewrap to take it from."""
+        return f"{self.home}/{self.top}/root-merged"
+
+    @property
+    def merged_usr(self) -> str:
+        return f"{self.home}/{self.top}/usr-merged"
+
+    @property
+    def changes(self) -> list[str]:
+        """Directories of the host that hold what the sandbox changed."""
+        return [] if self.memory else [f"{self.home}/{self.top}/{name}" for name in ("root", "usr")]
+
+
+def options(lower: Sequence[str], upper: str) -> str:
+    """Of an overlay as a user namespace may mount it."""
+    return f"lowerdir={':'.join(lower)},upperdir={upper},workdir={upper}-work,userxattr,volatile"
+
+
+def mount(layout: Layout) -> None:
+    """Mount both overlays in a new mount namespace, as root of the sandbox's user namespace. Raises StepError."""
+    with children.step("prepare directories"):
+        os.chdir(layout.home)
+        os.mkdir(layout.top)
+    with children.step("mount"):
+        linux.unshare(linux.CLONE_NEWNS)
+        linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
+        if layout.memory:
+            linux.mount("me2b", layout.top, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755")
+        for name, lower in (("root", layout.root), ("usr", [*layout.usr, "/usr"])):
+            upper = f"{layout.top}/{name}"
+            for directory in (upper, f"{upper}-work", f"{upper}-merged"):
+                os.mkdir(directory)
+            linux.mount("overlay", f"{upper}-merged", "overlay", linux.MS_NODEV, options(lower, upper))
