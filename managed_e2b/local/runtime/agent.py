@@ -22,7 +22,7 @@ _NO_NESTED_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
 def run(pidfd: int, connection: socket.socket, report: socket.socket, parent: int) -> None:
     """Enter the sandbox, finish what its first process has no right to do, report, and serve until its end."""
     children.keep_only([pidfd, connection.fileno(), report.fileno()])
-    children.reset_signals()
+    children.detach_signals()
     os.setsid()
     children.enter(pidfd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
     os.umask(0o022)

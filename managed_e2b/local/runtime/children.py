@@ -121,20 +121,14 @@ def keep_only(fds: Sequence[int]) -> None:
     os.closerange(start, resource.getrlimit(resource.RLIMIT_NOFILE)[1] & 0x7FFFFFFF)
 
 
-def reset_signals() -> None:
-    """As a login would give them: default actions, nothing blocked."""
+def detach_signals() -> None:
+    """A signal to a fork must not wake the spawner. Else they are as `spawner.main` made them: plain."""
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ, signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 
 def seal_imports() -> None:
     """From here on an import can only fail: it would run a file of the sandbox in a process of ours."""
-    sys.path.clear()
-    sys.meta_path.clear()
-    sys.path_hooks.clear()
-    sys.path_importer_cache.clear()
+    sys.meta_path = []
 
 
 def enter(pidfd: int, namespaces: int) -> None:
@@ -162,7 +156,7 @@ def run_command(pidfd: int, job: Job, report: socket.socket) -> None:
     nothing inside can see it, and what shares its memory until execve is as little dumpable as it is.
     """
     keep_only([pidfd, report.fileno()])
-    reset_signals()
+    detach_signals()
     with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
         write_text("/proc/self/oom_score_adj", str(OOM_SCORE))
     own = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the sandbox's /proc does not have us

@@ -36,7 +36,7 @@ class LaunchPipes:
 
 def become_sandbox(spec: MapSpec, layout: Layout, argv: Sequence[str], pipes: LaunchPipes, parent: int) -> None:
     """Never returns on success. A failure is told on the status pipe, as bubblewrap tells its own."""
-    children.reset_signals()
+    children.detach_signals()
     os.setsid()
     os.umask(0o022)
     try:

@@ -200,7 +200,7 @@ def _tree_size(top: str) -> int:
 def visit(pidfd: int, namespaces: int, look: Callable[[], Answer], report: socket.socket, keep: int = -1) -> None:
     """The fork itself: enter, look, tell. `keep`: one more descriptor that `look` needs."""
     children.keep_only([fd for fd in (pidfd, report.fileno(), keep) if fd >= 0])
-    children.reset_signals()
+    children.detach_signals()
     children.enter(pidfd, namespaces)
     value, fds = look()
     children.tell(report, {"value": value}, fds)

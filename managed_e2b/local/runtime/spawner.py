@@ -195,7 +195,7 @@ class Spawner:
 
         def run(report: socket.socket) -> None:
             children.keep_only([fd, report.fileno()])
-            children.reset_signals()
+            children.detach_signals()
             linux.setns(fd, linux.CLONE_NEWUSER)
             children.become_root()
             os.umask(0o022)
@@ -442,6 +442,9 @@ def main(fd: int) -> None:
     """Run as the process that `link.SpawnerLink` starts, with its socket at `fd`."""
     os.chdir("/")
     os.umask(0o022)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores them; commands must not inherit that
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
     linux.become_subreaper()
     linux.forget_session_keyring()
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
