@@ -6,7 +6,7 @@ import re
 from urllib.parse import unquote_to_bytes
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from managed_e2b.local.envd import http_rules as rules
@@ -80,6 +80,7 @@ def test_ranges_behind_the_end(value, size):
         rules.byte_range(value, size)
 
 
+@settings(deadline=None, database=None)
 @given(st.text(max_size=30), st.integers(0, 20))
 def test_a_range_is_never_outside_of_the_file(value, size):
     try:
@@ -89,6 +90,7 @@ def test_a_range_is_never_outside_of_the_file(value, size):
     assert found is None or 0 <= found[0] < found[1] <= size
 
 
+@settings(deadline=None, database=None)
 @given(st.binary(max_size=40))
 def test_any_name_makes_a_header_and_can_be_read_back(name):
     value = rules.inline(name)
