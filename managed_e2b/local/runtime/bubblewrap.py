@@ -8,6 +8,7 @@ import errno
 import logging
 import os
 import re
+import resource
 import shutil
 import sys
 from dataclasses import asdict
@@ -87,6 +88,7 @@ class BubblewrapRuntime:
             raise RuntimeUnavailable(f"bubblewrap is missing: {doctor.INSTALL_BUBBLEWRAP}")
         if not os.access("/bin/bash", os.X_OK):
             raise RuntimeUnavailable("/bin/bash is missing: install bash")
+        _raise_descriptor_limit()
         self._ids = idmap.detect()
         self._python = _python_elsewhere()
         try:
@@ -271,6 +273,13 @@ class BubblewrapRuntime:
                 await self._leave(self._spawner)
             await self._spawner.close()
             self._spawner = None
+
+
+def _raise_descriptor_limit() -> None:
+    """A sandbox takes four descriptors and a command up to five: the usual soft limit would end at 200 sandboxes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def _python_elsewhere() -> str | None:

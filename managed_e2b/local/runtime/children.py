@@ -89,10 +89,12 @@ def fork(run: Callable[[], None], report: socket.socket | None = None) -> int:
         status = 0
     except OSError as error:
         if report is not None:
-            tell(report, failure(error))
+            _tell_if_anybody_listens(report, failure(error))
     except Exception as error:  # noqa: BLE001 - the end of the process: there is no caller who could see it
         if report is not None:
-            tell(report, {"errno": 0, "message": f"{type(error).__name__}: {error}", "step": "spawner"})
+            _tell_if_anybody_listens(
+                report, {"errno": 0, "message": f"{type(error).__name__}: {error}", "step": "spawner"}
+            )
     finally:
         os._exit(status)
 
@@ -106,19 +108,23 @@ def failure(error: OSError) -> dict[str, Any]:
 
 
 def tell(report: socket.socket, message: dict[str, Any], fds: Sequence[int] = ()) -> None:
-    # The server may be gone already; then there is nobody to tell, and this process ends in any case.
-    with contextlib.suppress(OSError):
-        report.sendmsg([json.dumps(message).encode()], channel.ancillary(fds), socket.MSG_NOSIGNAL)
+    """Report to the spawner. Raises OSError when that is gone, or too many descriptors are on their way to it."""
+    report.sendmsg([json.dumps(message).encode()], channel.ancillary(fds), socket.MSG_NOSIGNAL)
+
+
+def _tell_if_anybody_listens(report: socket.socket, message: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # the end of this process in any case
+        tell(report, message)
 
 
 def keep_only(fds: Sequence[int]) -> None:
     """Close every descriptor above 2 but these: a fork of the spawner holds what belongs to other sandboxes."""
     start = 3
     for fd in sorted(fds):
-        if fd >= start:
-            os.closerange(start, fd)
-            start = fd + 1
-    os.closerange(start, resource.getrlimit(resource.RLIMIT_NOFILE)[1] & 0x7FFFFFFF)
+        if fd > start:
+            linux.close_range(start, fd - 1)
+        start = max(start, fd + 1)
+    linux.close_range(start, linux.LAST_DESCRIPTOR)
 
 
 def detach_signals() -> None:
@@ -180,9 +186,14 @@ def run_command(pidfd: int, job: Job, report: socket.socket) -> None:
         stdio = _open_stdio(job)
     with step("exec"):
         child = _start(job, stdio.actions)
-    handle = os.pidfd_open(child)
-    pid = _pid_inside(own, handle)
-    tell(report, {"child": child, "pid": pid, "stdio": stdio.names}, [handle, marker, *stdio.ours])
+    try:
+        _allow_descriptors()
+        handle = os.pidfd_open(child)
+        told = {"child": child, "pid": _pid_inside(own, handle), "stdio": stdio.names}
+        tell(report, told, [handle, marker, *stdio.ours])
+    except BaseException:
+        os.kill(child, signal.SIGKILL)  # nobody will ever hear of it
+        raise
 
 
 @dataclass(frozen=True)
@@ -245,6 +256,12 @@ def _pid_inside(own: int, handle: int) -> int:
         os.close(fd)
     (line,) = (line for line in text.splitlines() if line.startswith("NSpid:"))
     return int(line.split()[-1])
+
+
+def _allow_descriptors() -> None:
+    """The limit is the command's. Ours bounds what all processes of this user may have on its way to the spawner."""
+    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
 
 
 def _limit_resources() -> None:

@@ -26,6 +26,9 @@ MS_BIND = 0x1000
 MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 
+LAST_DESCRIPTOR = 2**32 - 1
+_CLOSE_RANGE = 436  # the same on every architecture; os.closerange may be a loop over all numbers
+
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_CAPBSET_DROP = 24
@@ -78,6 +81,11 @@ def setns(fd: int, flags: int) -> None:
 
 def unshare(flags: int) -> None:
     _check(_libc.unshare(flags), "unshare")
+
+
+def close_range(first: int, last: int) -> None:
+    """Close all descriptors from `first` to `last`."""
+    _check(_libc.syscall(_CLOSE_RANGE, ctypes.c_uint(first), ctypes.c_uint(last), 0), "close_range")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:

@@ -32,10 +32,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
-import json
 import os
 import resource
-import selectors
 import signal
 import socket
 from collections.abc import Callable
@@ -43,13 +41,12 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from managed_e2b.local.runtime import agent, base_template, channel, children, launch, linux, look, upkeep
+from managed_e2b.local.runtime.forks import Forks, Told
 from managed_e2b.local.runtime.launch import LaunchPipes
 from managed_e2b.local.runtime.layers import Layout
 from managed_e2b.local.runtime.userns import MapSpec
 
 _STATUS_LIMIT = 65536
-
-Told = tuple[dict[str, Any], list[int]]  # what a fork reported, and descriptors
 
 
 class BadRequest(Exception):
@@ -81,36 +78,22 @@ class Spawner:
     def __init__(self, server: socket.socket) -> None:
         self._server = server
         self._decoder = channel.Decoder()
-        self._selector = selectors.DefaultSelector()
+        self._forks = Forks(self._on_end)
         self._sandboxes: dict[str, Sandbox] = {}
         self._jobs: dict[int, int] = {}  # pid of a command → its request
         self._unclaimed: dict[int, int] = {}  # pid → status, reaped before we knew what it was
-        self._forks: set[int] = set()  # forks that have not reported yet
-        self._ignored: set[int] = set()  # children whose end means nothing: their report tells it all
         self._bwraps: dict[int, str] = {}
         self._spec: MapSpec | None = None
         self._maintenance = -1  # a user namespace with the sandboxes' id map, to build and remove their files in
-        self._ended = False
-
-    # -- the loop ------------------------------------------------------------------------------------------------
 
     def run(self) -> None:
         """Serve until the server is gone."""
-        wake_reader, wake_writer = socket.socketpair()
-        for end in (wake_reader, wake_writer):
-            end.setblocking(False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(wake_writer.fileno(), warn_on_full_buffer=False)
-        self._selector.register(wake_reader, selectors.EVENT_READ, lambda: self._reap(wake_reader))
-        self._selector.register(self._server, selectors.EVENT_READ, self._on_request)
+        self._forks.watch(self._server.fileno(), self._on_request)
         # The end of the socket tells of the server's end too, unless a fork of the server holds a copy of it.
-        self._selector.register(os.pidfd_open(os.getppid()), selectors.EVENT_READ, self._end)
-        while not self._ended:
-            for key, _ in self._selector.select():
-                key.data()
+        self._forks.watch(os.pidfd_open(os.getppid()), self._forks.end)
+        self._forks.run()
 
-    def _end(self) -> None:
-        self._ended = True
+    # -- requests and answers --------------------------------------------------------------------------------------
 
     def _on_request(self) -> None:
         try:
@@ -118,7 +101,7 @@ class Spawner:
         except ConnectionResetError:  # the server died with answers unread
             data, fds = b"", []
         if not data:
-            self._ended = True
+            self._forks.end()
             return
         for message, received in self._decoder.feed(data, fds):
             try:
@@ -147,33 +130,7 @@ class Spawner:
         try:
             channel.send(self._server, message, fds)
         except (BrokenPipeError, ConnectionResetError):
-            self._ended = True
-
-    # -- forks and their reports ----------------------------------------------------------------------------------
-
-    def _fork(self, run: Callable[[socket.socket], None], done: Callable[[Told], None]) -> int:
-        """Fork with a socket to report on; `done` gets what was told, or a failure, as soon as it is told."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            pid = children.fork(lambda: run(theirs), theirs)
-        self._forks.add(pid)
-        self._ignored.add(pid)
-
-        def on_message() -> None:
-            data, fds = channel.receive(ours)
-            self._selector.unregister(ours)
-            ours.close()
-            self._forks.discard(pid)
-            died = {"errno": errno.EIO, "message": "the helper process died", "step": "fork"}
-            try:
-                done((json.loads(data) if data else died, fds))
-            finally:
-                channel.close_all(fds)
-                if not self._forks:
-                    self._unclaimed.clear()
-
-        self._selector.register(ours, selectors.EVENT_READ, on_message)
-        return pid
+            self._forks.end()
 
     def _relay(self, request: int) -> Callable[[Told], None]:
         """Pass on the value, or the failure, that a fork told."""
@@ -183,7 +140,7 @@ class Spawner:
         self, request: int, name: Any, namespaces: int, action: Callable[[int], look.Answer], keep: int = -1
     ) -> None:
         pidfd = self._sandbox(name).pidfd
-        self._fork(
+        self._forks.fork(
             lambda report: look.visit(pidfd, namespaces, lambda: action(pidfd), report, keep), self._relay(request)
         )
 
@@ -201,7 +158,7 @@ class Spawner:
             os.umask(0o022)
             children.tell(report, {"value": work()})
 
-        self._fork(run, self._relay(request))
+        self._forks.fork(run, self._relay(request))
 
     def _sandbox(self, name: Any) -> Sandbox:
         sandbox = self._sandboxes.get(name) if isinstance(name, str) else None
@@ -211,25 +168,15 @@ class Spawner:
 
     # -- children that ended ---------------------------------------------------------------------------------------
 
-    def _reap(self, wake: socket.socket) -> None:
-        with contextlib.suppress(BlockingIOError):
-            while wake.recv(4096):
-                pass
-        while True:
-            try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid in self._jobs:
-                self._tell_exit(self._jobs.pop(pid), status)
-            elif pid in self._bwraps:
-                self._bwrap_ended(self._bwraps.pop(pid))
-            elif pid in self._ignored:
-                self._ignored.discard(pid)
-            elif self._forks:
-                self._unclaimed[pid] = status
+    def _on_end(self, pid: int, status: int) -> None:
+        if pid in self._jobs:
+            self._tell_exit(self._jobs.pop(pid), status)
+        elif pid in self._bwraps:
+            self._bwrap_ended(self._bwraps.pop(pid))
+        elif self._forks.pending:
+            self._unclaimed[pid] = status
+        else:
+            self._unclaimed.clear()
 
     def _tell_exit(self, job: int, status: int) -> None:
         code = os.waitstatus_to_exitcode(status)
@@ -288,14 +235,14 @@ class Spawner:
         self._bwraps[bwrap] = name
         self._sandboxes[name] = Sandbox(bwrap, -1)
         state = Launching(request, name, bwrap, info_reader, life_writer)
-        self._selector.register(status_reader, selectors.EVENT_READ, lambda: self._on_status(status_reader, state))
+        self._forks.watch(status_reader, lambda: self._on_status(status_reader, state))
 
     def _on_status(self, fd: int, state: Launching) -> None:
         data = os.read(fd, 4096)
         state.text = (state.text + data)[-_STATUS_LIMIT:]
         if data and launch.READY not in state.text:
             return
-        self._selector.unregister(fd)
+        self._forks.unwatch(fd)
         os.close(fd)
         info = os.read(state.info, 4096)
         os.close(state.info)
@@ -331,7 +278,7 @@ class Spawner:
             channel.close_all((state.life, handle))
 
         with theirs:
-            pid = self._fork(lambda report: agent.run(pidfd, theirs, report, parent), done)
+            pid = self._forks.fork(lambda report: agent.run(pidfd, theirs, report, parent), done)
         handle = os.pidfd_open(pid)  # our own child, and not reaped before the next turn of the loop
 
     def _launch_failed(self, state: Launching, body: dict[str, Any]) -> None:
@@ -357,7 +304,9 @@ class Spawner:
 
     def _spawn(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         pidfd, job = self._sandbox(args["sandbox"]).pidfd, children.Job.parse(args)
-        self._fork(lambda report: children.run_command(pidfd, job, report), lambda told: self._spawned(request, told))
+        self._forks.fork(
+            lambda report: children.run_command(pidfd, job, report), lambda told: self._spawned(request, told)
+        )
 
     def _spawned(self, request: int, told: Told) -> None:
         body, fds = told
