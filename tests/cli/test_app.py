@@ -69,7 +69,7 @@ def test_an_endpoint_that_is_not_a_url_is_refused(me2b: Any) -> None:
 
 def test_a_key_never_shows_in_an_error(me2b: Any) -> None:
     me2b.variables |= {"E2B_API_KEY": "e2b_" + "5ec2e7" * 7, "E2B_API_URL": "http://127.0.0.1:9"}
-    for arguments in (("run", "--", "true"), ("ls", "--remote"), ("doctor",)):
+    for arguments in (("run", "--", "true"), ("ls", "--remote")):
         done = me2b(*arguments)
         assert "5ec2e7" not in done.stdout + done.stderr
 
