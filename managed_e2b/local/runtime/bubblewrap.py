@@ -221,7 +221,7 @@ class BubblewrapRuntime:
             with contextlib.suppress(GuestGone, OperationFailed):
                 await spawner.call("bury", sandbox=sandbox_id, directory=directory)
             detail = error.message if isinstance(error, OperationFailed) else f"not ready after {_LAUNCH_SECONDS} s"
-            raise RuntimeUnavailable(f"a sandbox did not start ({detail}): run `me2b doctor`") from error
+            raise RuntimeUnavailable(f"a sandbox did not start ({detail}): {doctor.explain_launch(detail)}") from error
         except GuestGone as error:
             raise RuntimeUnavailable("the process that makes sandboxes died") from error
         guest = BubblewrapGuest(

@@ -105,6 +105,17 @@ def explain_refusal(found: Mapping[str, int], uid: int) -> tuple[str, str]:
     )
 
 
+def explain_launch(detail: str) -> str:
+    """The fix for a sandbox that did not start, from what bubblewrap or the kernel said; they have no codes for it."""
+    if "mount proc" in detail:
+        return (
+            "parts of /proc are hidden here, as in a container: start that with --security-opt systempaths=unconfined"
+        )
+    if "exec bwrap" in detail:
+        return f"bubblewrap cannot be run: {INSTALL_BUBBLEWRAP}"
+    return "`me2b doctor` tells what this host lacks"
+
+
 def ids(found: IdMap) -> Check:
     """Never fatal: with one id, sandboxes work, and `user` and root are the same inside."""
     if found.full:
@@ -147,4 +158,4 @@ def trial(data_dir: str | os.PathLike[str] | None = None) -> Check:
     try:
         return Check("a sandbox", True, f"starts; {asyncio.run(attempt())}")
     except (RuntimeUnavailable, TimeoutError) as error:
-        return Check("a sandbox", False, str(error) or "does not start", "see the message")
+        return Check("a sandbox", False, str(error) or f"not ready after {_TRIAL_SECONDS} s")

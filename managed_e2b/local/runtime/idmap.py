@@ -59,7 +59,12 @@ def detect() -> IdMap:
 
 
 def root_map(own_uids: list[Extent], own_gids: list[Extent]) -> IdMap:
-    """For root, whose own namespace has these ids: a range of them that nothing uses, never the host's root."""
+    """For root, whose own namespace has these ids: a range of them that nothing uses, never the host's root.
+
+    Root of a namespace with a single id is an ordinary user outside, and maps that.
+    """
+    if all(extent[2] == 1 for extent in (*own_uids, *own_gids)):
+        return IdMap(((0, own_uids[0][0], 1),), ((0, own_gids[0][0], 1),), "single")
     uid_base, uid_count = _free_range(own_uids)
     gid_base, gid_count = _free_range(own_gids)
     count = min(uid_count, gid_count)

@@ -23,9 +23,7 @@ def candidates(data_dir: str | os.PathLike[str] | None, uid: int, env: Mapping[s
     memory = [_SHM / f"me2b-{uid}"]
     if data_dir is not None:
         return [Path(data_dir), *memory]
-    if uid == 0:
-        return [Path("/var/lib/me2b"), *memory]
-    places = []
+    places = [Path("/var/lib/me2b")] if uid == 0 else []
     cache = env.get("XDG_CACHE_HOME") or (f"{env['HOME']}/.cache" if env.get("HOME") else "")
     if cache.startswith("/"):
         places.append(Path(cache) / "me2b" / "local")

@@ -36,6 +36,11 @@ def test_root_of_a_container_with_few_ids_takes_one_that_is_not_root() -> None:
     assert not found.full
 
 
+def test_root_of_a_namespace_with_one_id_has_but_that() -> None:
+    found = idmap.root_map([(0, 1000, 1)], [(0, 1000, 1)])
+    assert (found.uids, found.gids, found.via) == (((0, 0, 1),), ((0, 0, 1),), "single")
+
+
 def test_an_ordinary_user_maps_the_subordinate_range() -> None:
     found = idmap.user_map(1000, 1000, (1, 100000, 65536), (1, 200000, 65536), helpers=True)
     assert found.uids == ((0, 1000, 1), (1, 100000, 65535))
@@ -103,6 +108,10 @@ def test_places_for_sandboxes_in_order() -> None:
 )
 def test_a_refusal_is_explained_with_its_fix(found: dict[str, int], uid: int, fix: str) -> None:
     assert fix in doctor.explain_refusal(found, uid)[1]
+
+
+def test_a_hidden_proc_is_explained() -> None:
+    assert "systempaths=unconfined" in doctor.explain_launch("bwrap: Can't mount proc on /newroot/proc")
 
 
 @pytest.mark.parametrize(
