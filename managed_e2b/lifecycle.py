@@ -36,6 +36,9 @@ HOBBY_CREATE_RATE = 1.0
 SHUTDOWN_TIMEOUT = 30.0
 """Seconds."""
 
+CLEANERS = 32
+"""Releases of one lifecycle at once: a thousand tasks that end together must not be a storm of requests."""
+
 
 class _Lifecycle:
     """What both faces share: the ledger, the owner's row, the two engines (the face's, the keeper's), the keeper."""
@@ -105,6 +108,7 @@ class _Lifecycle:
         owner = uuid.uuid4().hex
         self._busy: set[str] = set()
         self._busy_lock = threading.Lock()
+        self._cleaners = threading.BoundedSemaphore(CLEANERS)
         make = functools.partial(
             Engine,
             book=self._book,
@@ -115,7 +119,7 @@ class _Lifecycle:
             clean=self._clean,
         )
         self._cleaner = make(BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup))
-        self._engine = make(self._driver(wakeup), abandoned=self._cleaner.abandoned)
+        self._engine = make(self._driver(wakeup), clean=self._clean_in_turn, abandoned=self._cleaner.abandoned)
         self._book.open_owner(
             owner,
             here,
@@ -147,6 +151,11 @@ class _Lifecycle:
             raise Me2bError("this lifecycle is shut down: open another one")
         return validated(**values)
 
+    def _clean_in_turn(self, ticket: str, reason: str, **options: Any) -> bool:
+        """As `_clean`, with others of its kind. The keeper and a shutdown never wait for those."""
+        with self._cleaners:
+            return self._clean(ticket, reason, **options)
+
     def _clean(self, ticket: str, reason: str, **options: Any) -> bool:
         """Release a ticket on the blocking driver; one at a time for each. Whether the row is terminal."""
         with self._busy_lock:
@@ -162,7 +171,7 @@ class _Lifecycle:
     def _shutdown(self, timeout: float) -> None:
         """Blocking; see `SandboxLifecycle.shutdown`."""
         with self._closing:
-            if self._closed or self._pid != os.getpid():
+            if self._closed:
                 return
             self._closed = True
         deadline = time.monotonic() + timeout
@@ -252,9 +261,11 @@ class SandboxLifecycle(_Lifecycle):
     def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Release everything, wait up to `timeout` seconds for the proofs, and say goodbye in the ledger.
 
-        Raises SandboxLeakError for what could not be proved dead in time. May be called again.
+        Raises SandboxLeakError for what could not be proved dead in time. May be called again. In a forked child it
+        does nothing: everything is the parent's.
         """
-        _run(self._engine.driver.finish(self._shutdown, timeout))
+        if self._pid == os.getpid():
+            _run(self._engine.driver.finish(self._shutdown, timeout))
 
     def __enter__(self) -> SandboxLifecycle:
         return self
@@ -310,7 +321,8 @@ class AsyncSandboxLifecycle(_Lifecycle):
 
     async def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """See SandboxLifecycle.shutdown."""
-        await self._engine.driver.finish(self._shutdown, timeout)
+        if self._pid == os.getpid():
+            await self._engine.driver.finish(self._shutdown, timeout)
 
     async def __aenter__(self) -> AsyncSandboxLifecycle:
         return self

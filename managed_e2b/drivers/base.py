@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -38,30 +38,38 @@ CANCEL_GRACE = 0.08
 """Seconds for which a caller who cancelled still waits for the cleanup before getting control back."""
 
 
-_CLEANERS = 32
-
-
 class Background:
-    """The threads that run cleanup. The interpreter waits for what they have begun before it exits."""
+    """Cleanup, each on a thread of its own. The interpreter waits for what has begun before it exits.
+
+    Not a pool: a pool takes nothing more once the main thread has ended, while other threads still hold sandboxes;
+    its threads are missing after a fork; and a shutdown would stand in line behind cleanups that hang.
+    """
 
     def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_CLEANERS, thread_name_prefix="me2b-cleanup")
         self._lock = threading.Lock()
         self._open: set[Future[Any]] = set()
         self._running = threading.local()
 
     def start(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> Future[T]:
         """Begin; it can neither be cancelled nor interrupted from now on."""
+        future: Future[T] = Future()
 
-        def body() -> T:
-            with self._lock:  # not before `future` is known
-                self._running.future = future
-            return function(*args, **kwargs)
+        def body() -> None:
+            self._running.future = future
+            try:
+                result = function(*args, **kwargs)
+            except BaseException as error:  # noqa: BLE001 - the one who waits raises it
+                future.set_exception(error)
+            else:
+                future.set_result(result)
 
         with self._lock:
-            future = self._pool.submit(body)
             self._open.add(future)
         future.add_done_callback(self._forget)
+        try:
+            threading.Thread(target=body, name="me2b-cleanup", daemon=False).start()
+        except RuntimeError:
+            body()  # no thread can be had, as in `atexit`: cleanup that can be interrupted is better than none
         return future
 
     def join(self, timeout: float) -> bool:

@@ -201,3 +201,28 @@ def test_what_nobody_holds_any_more_is_released(server: Any, tmp_path: Any) -> N
         del sandbox
         (row,) = until(lambda: [row for row in lifecycle.records() if row.state is State.CLEANED], "it is released")
         assert row.reason == "abandoned: nobody holds its handle"
+
+
+def test_a_thread_that_outlives_the_main_thread_releases_its_sandbox(
+    server: Any, tmp_path: Any, program: Callable[[str], list[str]]
+) -> None:
+    db = str(tmp_path / "sandboxes.db")
+    source = f"""
+import threading
+from managed_e2b import SandboxLifecycle
+lifecycle = SandboxLifecycle({db!r}, e2b_api_url={server.url!r}, e2b_key={server.api_key!r})
+entered = threading.Event()
+
+def work():
+    with lifecycle.acquire() as handle:
+        entered.set()
+        threading.main_thread().join()
+        assert handle.run("true").ok
+
+threading.Thread(target=work).start()
+entered.wait()
+"""
+    run = subprocess.run(program(source), capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    with SandboxLifecycle(db, e2b_api_url=server.url, e2b_key=server.api_key, opening_reap=False) as lifecycle:
+        assert [(row.state, row.reason) for row in lifecycle.records()] == [(State.CLEANED, "released")]

@@ -73,6 +73,7 @@ def test_a_forked_child_owns_nothing(server: Any, tmp_path: Any, program: Callab
                 lifecycle.acquire()
             except Me2bError as error:
                 assert "after a fork" in str(error)
+                lifecycle.shutdown()  # at once, and nothing is shut down
                 sys.exit(7)  # leaves the parent's `with` block, in the child
             sys.exit(1)
         _, status = os.waitpid(child, 0)
