@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from managed_e2b.local.runtime import channel, linux
+from managed_e2b.local.runtime import channel, linux, seccomp
 
 INSIDE = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
 INSIDE |= linux.CLONE_NEWNET
@@ -172,6 +172,8 @@ def run_command(pidfd: int, job: Job, report: socket.socket) -> None:
         linux.unshare(linux.CLONE_NEWCGROUP)
     marker = os.open("ns/cgroup", os.O_RDONLY | os.O_CLOEXEC, dir_fd=own)
     _limit_resources()
+    with step("seccomp"):
+        seccomp.forbid_keys()
     linux.limit_capabilities()
     with step("user"):
         with contextlib.suppress(PermissionError):

@@ -31,12 +31,14 @@ _CLOSE_RANGE = 436  # the same on every architecture; os.closerange may be a loo
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
+_PR_SET_SECCOMP = 22
 _PR_CAPBSET_DROP = 24
 _PR_SET_CHILD_SUBREAPER = 36
 _KEYCTL = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 _KEYCTL_REVOKE = 3
 _SESSION_KEYRING = -3
+_SECCOMP_MODE_FILTER = 2
 _TIOCGPTN = 0x80045430
 _TIOCSPTLCK = 0x40045431
 
@@ -124,6 +126,11 @@ def forget_session_keyring() -> None:
     number = _KEYCTL.get(os.uname().machine)
     if number is not None and _libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) >= 0:
         _check(_libc.syscall(number, _KEYCTL_REVOKE, _SESSION_KEYRING), "keyctl")
+
+
+def install_filter(program: int) -> None:
+    """A seccomp filter, from the address of its struct sock_fprog."""
+    _check(_libc.prctl(_PR_SET_SECCOMP, _SECCOMP_MODE_FILTER, program, 0, 0), "seccomp")
 
 
 def limit_capabilities() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,9 +18,13 @@ from .boxes import Box
 
 
 @pytest.fixture(scope="session")
-def data_dir() -> Path:
-    """On disk where this host can, as users have it; `tmp_path` may lie in memory."""
-    return Path(tempfile.mkdtemp(prefix="me2b-runtime-tests-"))
+def data_dir() -> Iterator[Path]:
+    """One for all runtimes of the session, which leave it empty: what else is in it fails to be removed."""
+    place = Path(tempfile.mkdtemp(prefix="me2b-runtime-tests-"))
+    yield place
+    for directory in sorted(place.rglob("*"), reverse=True):
+        directory.rmdir()
+    place.rmdir()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -99,6 +99,24 @@ async def test_ptrace_of_the_first_process_is_refused(box: Box, user: str) -> No
     assert result.out.split() == ["refused", "refused"]
 
 
+KEYS = """
+import ctypes, errno, os
+libc = ctypes.CDLL(None, use_errno=True)
+numbers = {"x86_64": (250, 0x40000000 | 250), "aarch64": (219,), "riscv64": (219,)}[os.uname().machine]
+for number in numbers:  # keyctl(KEYCTL_GET_KEYRING_ID, KEY_SPEC_USER_KEYRING, create)
+    print(libc.syscall(number, 0, -4, 1), errno.errorcode[ctypes.get_errno()])
+"""
+
+
+@both
+async def test_the_kernels_keys_cannot_be_reached(box: Box, user: str) -> None:
+    """They belong to a user id of the host and to no namespace."""
+    result = await box.run(f"python3 -c '{KEYS}'; sudo python3 -c '{KEYS}'", user=user)
+    if "not found" in result.err:
+        pytest.skip("this host has no python3 for sandboxes")
+    assert set(result.out.splitlines()) == {"-1 EPERM"}
+
+
 WATCH_FOR_STRANGERS = """
 import glob, os, sys
 seen = set()
