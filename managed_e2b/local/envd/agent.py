@@ -10,12 +10,15 @@ from typing import Any
 
 from connectrpc.code import Code
 from connectrpc.errors import ConnectError
+from e2b.envd.filesystem import filesystem_pb as pb
 
+from managed_e2b.local.envd.entries import entry_info, printable
 from managed_e2b.local.envd.streams import attended
 from managed_e2b.local.runtime.base import Guest, GuestError, GuestGone
 
 # A directory of the sandbox must not be able to fill the memory of the server, which all sandboxes share.
 MAX_ENTRIES = 200_000
+MAX_WEIGHT = 128 << 20  # bytes, about
 
 # The text by which SDKs know that the sandbox itself is gone.
 SANDBOX_GONE = "The sandbox was not found"
@@ -40,28 +43,30 @@ _CODES = {
 _background: set[asyncio.Task[None]] = set()
 
 
-async def run_job(guest: Guest, op: str, **args: Any) -> tuple[list[Any], Any]:
-    """Run an operation that the agent does in slices; its items, and its result.
+async def run_job(guest: Guest, op: str, **args: Any) -> tuple[list[pb.EntryInfo], Any]:
+    """Run an operation that the agent does in slices; the entries it tells, and its result.
 
     When the call it is for ends before, the agent is told to forget the work. Raises GuestError and GuestGone, and
-    ConnectError(FAILED_PRECONDITION) for more items than the server wants to hold.
+    ConnectError(FAILED_PRECONDITION) for more than the server wants to hold.
     """
-    items: list[Any] = []
     answer = (await guest.call(op, **args)).value
-    items += answer["items"]
+    entries = [entry_info(item) for item in answer["items"]]
+    total = answer["weight"]
     while (job := answer["job"]) is not None:
         try:
-            if len(items) > MAX_ENTRIES:
+            if len(entries) > MAX_ENTRIES or total > MAX_WEIGHT:
                 raise ConnectError(
                     Code.FAILED_PRECONDITION,
-                    f"more than {MAX_ENTRIES} entries: lower the depth, or list its directories one by one",
+                    f"more than {MAX_ENTRIES} entries, or {MAX_WEIGHT >> 20} MiB of them: "
+                    "lower the depth, or list its directories one by one",
                 )
             answer = (await attended(guest.call("job", job=job))).value
         except (ConnectError, asyncio.CancelledError):
             in_background(_drop(guest, job))
             raise
-        items += answer["items"]
-    return items, answer["result"]
+        entries += [entry_info(item) for item in answer["items"]]
+        total += answer["weight"]
+    return entries, answer["result"]
 
 
 async def _drop(guest: Guest, job: int) -> None:
@@ -91,8 +96,3 @@ def rpc_errors(path: str) -> Iterator[None]:
 
 def rpc_error(error: GuestError, path: str) -> ConnectError:
     return ConnectError(_CODES.get(error.errno, Code.INTERNAL), f"'{printable(path)}': {error.message}")
-
-
-def printable(text: str) -> str:
-    """A name as messages can carry it: bytes that are not UTF-8 become U+FFFD."""
-    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

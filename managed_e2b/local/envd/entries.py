@@ -7,8 +7,6 @@ from typing import Any
 from e2b.envd.filesystem import filesystem_pb as pb
 from protobuf.wkt import Timestamp
 
-from managed_e2b.local.envd.agent import printable
-
 _TYPES = {"file": pb.FileType.FILE, "directory": pb.FileType.DIRECTORY}
 _NS = 1_000_000_000
 
@@ -35,3 +33,18 @@ def entry_info(entry: dict[str, Any]) -> pb.EntryInfo:
     if entry["target"] is not None:
         info.symlink_target = printable(entry["target"])
     return info
+
+
+def event_weight(event: pb.FilesystemEvent) -> int:
+    """About how many bytes of memory an event takes."""
+    entry = event.entry
+    size = 500 + len(event.name)
+    if entry is not None:
+        size += 1000 + len(entry.path) + len(entry.symlink_target)
+        size += sum(len(key) + len(value) for key, value in entry.metadata.items())
+    return size
+
+
+def printable(text: str) -> str:
+    """A name as messages can carry it: bytes that are not UTF-8 become U+FFFD."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")

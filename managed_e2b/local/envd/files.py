@@ -22,14 +22,16 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from managed_e2b.local.envd import http_rules as rules
-from managed_e2b.local.envd.agent import MISSING, SANDBOX_GONE, printable
+from managed_e2b.local.envd.agent import MISSING, SANDBOX_GONE
 from managed_e2b.local.envd.auth import ACCESS_TOKEN_HEADER, token_accepted
 from managed_e2b.local.envd.commands import resolve
 from managed_e2b.local.envd.context import EnvdContext
+from managed_e2b.local.envd.entries import printable
 from managed_e2b.local.envd.multipart import Part, PartEnd, multipart_parts
 from managed_e2b.local.envd.signatures import READ, WRITE, signature_matches
 from managed_e2b.local.envd.streams import attended
 from managed_e2b.local.envd.transfer import (
+    CHUNK,
     BadBody,
     ClientGone,
     FileWriter,
@@ -161,6 +163,8 @@ async def _download(ctx: EnvdContext, scope: Scope, send: Send) -> None:
         except rules.NotAcceptable:
             raise Refused(406, "no acceptable encoding: identity and gzip are to be had") from None
         await _send_file(held, path, reply.value, encoding, headers, send)
+    except OSError as error:
+        raise Refused(500, f"error reading file '{path}': {error.strerror}") from None
     finally:
         held.close()
 
@@ -199,10 +203,17 @@ async def _send_file(
         start, end = wanted
         answer |= {"content-range": f"bytes {start}-{end - 1}/{size}", "content-length": str(end - start)}
         await _send_all(send, 206, answer, read_chunks(held, start, end), length=end - start)
+    elif 0 < size <= CHUNK:  # read first: it may have become shorter meanwhile, and then the answer is what it is now
+        data = b"".join([piece async for piece in read_chunks(held, 0, size)])
+        await _send_all(send, 200, {**answer, "content-length": str(len(data))}, _one(data))
     elif size:
         await _send_all(send, 200, {**answer, "content-length": str(size)}, read_chunks(held, 0, size), length=size)
     else:  # empty, or one of those in /proc that do not tell how long they are
         await _send_all(send, 200, answer, read_chunks(held, 0, None))
+
+
+async def _one(data: bytes) -> AsyncIterator[bytes]:
+    yield data
 
 
 async def _send_all(
@@ -292,6 +303,7 @@ class Upload:
         self._wanted_path = path
         self._metadata = metadata
         self._path = ""
+        self._paths: set[str] = set()
         self._writer: FileWriter | None = None
 
     async def take_raw(self, body: AsyncIterable[bytes]) -> None:
@@ -329,7 +341,7 @@ class Upload:
 
     async def _begin(self, path: str) -> None:
         self._path = _path(self._ctx, self._user, path)
-        if any(entry["path"] == printable(self._path) for entry in self.stored):
+        if self._path in self._paths:
             raise Refused(
                 400,
                 f"you cannot upload multiple files to the same path '{self._path}' in one upload request, "
@@ -342,6 +354,7 @@ class Upload:
         except GuestError as error:
             raise self._refusal(error.errno, error.message, "error opening file") from None
         self._writer = FileWriter(reply.fds[0])
+        self._paths.add(self._path)
         entry = {"name": printable(os.path.basename(self._path)), "path": printable(self._path), "type": "file"}
         self.stored.append(entry | ({"metadata": reply.value["metadata"]} if reply.value["metadata"] else {}))
 

@@ -15,19 +15,17 @@ from e2b.envd.filesystem import filesystem_connect
 from e2b.envd.filesystem import filesystem_pb as pb
 from protobuf import Oneof
 
-from managed_e2b.local.envd.agent import MISSING, printable, rpc_error, rpc_errors, run_job
+from managed_e2b.local.envd.agent import MISSING, rpc_error, rpc_errors, run_job
 from managed_e2b.local.envd.auth import rpc_user
 from managed_e2b.local.envd.commands import resolve
 from managed_e2b.local.envd.context import EnvdContext
-from managed_e2b.local.envd.entries import entry_info
+from managed_e2b.local.envd.entries import entry_info, event_weight, printable
 from managed_e2b.local.envd.streams import Mailbox, attached, keepalive_interval
 from managed_e2b.local.envd.watching import Sink, WatchHub
 from managed_e2b.local.runtime.base import GuestError, User
 
 MAX_WATCHERS = 256  # of one sandbox; a client may forget to remove its own
-WAITING_EVENTS = 50_000  # of one watcher that nobody asks
-WAITING_BYTES = 4 * 1024 * 1024  # on their way to one client
-EVENT_BYTES = 512  # what one event is taken to weigh
+WAITING_BYTES = 16 << 20  # of events for one client that does not ask, or does not read
 
 _FILESYSTEM: Literal["filesystem"] = "filesystem"
 _START: Literal["start"] = "start"
@@ -40,10 +38,12 @@ class Watcher:
     def __init__(self) -> None:
         self.number = 0
         self._events: deque[pb.FilesystemEvent] = deque()
+        self._weight = 0
         self._error: str | None = None
 
     def put(self, event: pb.FilesystemEvent) -> None:
-        if len(self._events) < WAITING_EVENTS:
+        self._weight += event_weight(event)
+        if self._weight < WAITING_BYTES:
             self._events.append(event)
         else:
             self.end("events were lost: nobody asked for them")
@@ -58,6 +58,7 @@ class Watcher:
             raise ConnectError(Code.INTERNAL, f"watcher error: {self._error}")
         events = list(self._events)
         self._events.clear()
+        self._weight = 0
         return events
 
 
@@ -118,7 +119,7 @@ class FilesystemService(filesystem_connect.Filesystem):
         _, path = await self._subject(ctx, request.path)
         with rpc_errors(path):
             entries, _ = await run_job(self._guest, "list", path=path, depth=request.depth or 1)
-        return pb.ListDirResponse(entries=[entry_info(entry) for entry in entries])
+        return pb.ListDirResponse(entries=entries)
 
     async def remove(
         self, request: pb.RemoveRequest, ctx: RequestContext[pb.RemoveRequest, pb.RemoveResponse], /
@@ -134,7 +135,7 @@ class FilesystemService(filesystem_connect.Filesystem):
         mailbox: Mailbox[pb.FilesystemEvent] = Mailbox(keepalive_interval(ctx), limit=WAITING_BYTES)
 
         def put(event: pb.FilesystemEvent) -> None:
-            mailbox.put(event, EVENT_BYTES)
+            mailbox.put(event, event_weight(event))
             if mailbox.full:
                 end("events were lost: the client takes them too slowly")
 

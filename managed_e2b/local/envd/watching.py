@@ -10,9 +10,9 @@ from typing import Any
 
 from e2b.envd.filesystem import filesystem_pb as pb
 
-from managed_e2b.local.envd.agent import in_background, printable
-from managed_e2b.local.envd.entries import entry_info
-from managed_e2b.local.runtime.base import Guest, GuestGone
+from managed_e2b.local.envd.agent import in_background
+from managed_e2b.local.envd.entries import entry_info, printable
+from managed_e2b.local.runtime.base import Guest, GuestError, GuestGone
 
 _TYPES = {
     "create": pb.EventType.CREATE,
@@ -104,7 +104,15 @@ class WatchHub:
                 await self._drain()
             except GuestGone:
                 return  # `close` comes, or came
+            except GuestError as error:
+                self._fail(error.message)
+                return
             self._listen(True)
+
+    def _fail(self, reason: str) -> None:
+        sinks, self._sinks = self._sinks, {}
+        for sink in sinks.values():
+            sink.end(reason)
 
     async def _drain(self) -> None:
         more = bool(self._fds)

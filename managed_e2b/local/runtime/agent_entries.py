@@ -16,6 +16,8 @@ PASSWD = b"/etc/passwd"
 GROUP = b"/etc/group"
 ACCOUNTS_LIMIT = 1 << 20  # bytes of /etc/passwd and /etc/group that are heeded; both are the sandbox's own to write
 XATTR_PREFIX = "user.e2b."
+METADATA_LIMIT = 1 << 16  # bytes told of one file; uploads cannot store as much, but a process in the sandbox can
+ID_LIMIT = 1 << 32
 OPEN_FLAGS = os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC  # nothing in a sandbox may make the agent wait
 DIR_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
@@ -111,10 +113,10 @@ class Accounts:
         return users, groups
 
     def _passwd(self) -> Iterator[list[str]]:
-        return (f for f in self._records(PASSWD) if len(f) == 7 and f[2].isdecimal() and f[3].isdecimal())
+        return (f for f in self._records(PASSWD) if len(f) == 7 and _is_id(f[2]) and _is_id(f[3]))
 
     def _group(self) -> Iterator[list[str]]:
-        return (f for f in self._records(GROUP) if len(f) == 4 and f[2].isdecimal())
+        return (f for f in self._records(GROUP) if len(f) == 4 and _is_id(f[2]))
 
     def _records(self, path: bytes) -> list[list[str]]:
         try:
@@ -130,6 +132,10 @@ class Accounts:
             return self._seen[path][1]
         finally:
             os.close(fd)
+
+
+def _is_id(text: str) -> bool:
+    return text.isdecimal() and len(text) < 12 and int(text) < ID_LIMIT - 1  # the last one means "none" to the kernel
 
 
 class Describer:
@@ -159,6 +165,12 @@ class Describer:
             "target": target,
             "metadata": metadata(path) if kind else {},
         }
+
+
+def weight(entry: dict[str, Any]) -> int:
+    """At most about how many bytes of JSON an entry takes; each one that is not UTF-8 takes six there."""
+    texts = [entry["name"], entry["path"], entry["target"] or "", *entry["metadata"], *entry["metadata"].values()]
+    return 400 + 6 * sum(map(len, texts))
 
 
 def _kind(mode: int) -> str:
@@ -201,12 +213,16 @@ def metadata(path: bytes | int) -> dict[str, str]:
     except OSError:
         return {}
     found: dict[str, str] = {}
+    room = METADATA_LIMIT
     for name in names:
         if name.startswith(XATTR_PREFIX):
             with contextlib.suppress(OSError, UnicodeError):  # gone meanwhile, or bytes that are no text: not ours
                 key = name.removeprefix(XATTR_PREFIX)
-                key.encode()
-                found[key] = os.getxattr(path, name).decode()
+                value = os.getxattr(path, name)
+                room -= len(key.encode()) + len(value)
+                if room < 0:
+                    break
+                found[key] = value.decode()
     return found
 
 

@@ -1,7 +1,7 @@
 """Work of the file agent on whole trees, done in slices. Runs inside the sandbox: stdlib only, all imports here.
 
 The agent has one thread, and a sandbox may hold a directory of a million names. So listing, removing and copying are
-generators: each step yields an item of the result, or None, and `Jobs` runs them for a few milliseconds a call.
+generators: each step yields an entry for the answer, or None, and `Jobs` runs them for a few milliseconds a call.
 """
 
 from __future__ import annotations
@@ -15,19 +15,21 @@ from contextlib import suppress
 from itertools import count
 from typing import Any
 
-from managed_e2b.local.runtime.agent_entries import DIR_FLAGS, OPEN_FLAGS, Describer, is_gone
+from managed_e2b.local.runtime.agent_entries import DIR_FLAGS, OPEN_FLAGS, Describer, is_gone, weight
 
 Job = Generator[Any, None, Any]
 
 SLICE = 0.01  # seconds of work in one call
 ITEMS = 256  # items in one answer
+ANSWER = 1 << 20  # bytes of JSON after which an answer takes no further item; a frame may have many more
 JOBS = 64  # at a time; a caller that never comes back must not make the agent grow
 DEEPEST = 200  # directories held open at a time
 COPY_STEP = 1 << 20  # bytes
 
 
 class Jobs:
-    """Work in progress. Every answer is `{"job", "items", "result"}`; `job` is None when the work is done."""
+    """Work in progress. Every answer is `{"job", "items", "weight", "result"}`: `job` is None when the work is done,
+    and `weight` is about how many bytes the items take."""
 
     def __init__(self) -> None:
         self._open: dict[int, Job] = {}
@@ -47,22 +49,24 @@ class Jobs:
         if job is None:
             raise OSError(errno.ESTALE, "too much going on in this sandbox's files: the work was dropped")
         items: list[Any] = []
+        total = 0
         deadline = time.monotonic() + SLICE
         try:
-            while len(items) < ITEMS and time.monotonic() < deadline:
+            while len(items) < ITEMS and total < ANSWER and time.monotonic() < deadline:
                 item = next(job)
                 if item is not None:
                     items.append(item)
+                    total += weight(item)
         except StopIteration as end:
             del self._open[number]
-            return {"job": None, "items": items, "result": end.value}
+            return {"job": None, "items": items, "weight": total, "result": end.value}
         except RecursionError:
             del self._open[number]
             raise OSError(errno.ENAMETOOLONG, "the directories are nested too deeply") from None
         except BaseException:
             del self._open[number]
             raise
-        return {"job": number, "items": items, "result": None}
+        return {"job": number, "items": items, "weight": total, "result": None}
 
     def drop(self, number: int) -> None:
         """Forget a job, done or not."""

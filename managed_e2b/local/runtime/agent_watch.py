@@ -12,13 +12,14 @@ import ctypes
 import errno
 import os
 import struct
+from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from managed_e2b.local.runtime.agent_entries import Accounts, Describer, resolve, to_text
+from managed_e2b.local.runtime.agent_entries import Accounts, Describer, resolve, to_text, weight
 
 IN_MODIFY, IN_ATTRIB, IN_MOVED_FROM, IN_MOVED_TO = 0x2, 0x4, 0x40, 0x80
 IN_CREATE, IN_DELETE, IN_DELETE_SELF, IN_MOVE_SELF = 0x100, 0x200, 0x400, 0x800
@@ -39,7 +40,10 @@ NETWORK_FILESYSTEMS = {0x6969, 0xFF534D42, 0x517B, 0xFE534D42, 0x65735546}  # nf
 
 READ_SIZE = 1 << 16
 BATCH = 1000  # events in one answer
-BUFFER = 50_000  # events waiting to be drained; beyond that the watches fail rather than lose some in silence
+ANSWER = 1 << 20  # bytes of JSON after which an answer takes no further event
+# What may wait to be drained; beyond that the watches fail rather than lose something in silence.
+BUFFER = 50_000  # events
+BUFFER_BYTES = 64 << 20
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _HEADER = struct.Struct("iIII")
@@ -80,7 +84,8 @@ class Watches:
         self._watches: dict[int, Watch] = {}
         self._owners: dict[int, set[int]] = {}  # watch descriptor → numbers of the watches it serves
         self._moved: dict[tuple[int, int], bytes] = {}  # (watch, cookie) → directory that left, maybe to come back
-        self._events: list[list[Any]] = []
+        self._events: deque[tuple[int, list[Any]]] = deque()  # with what each weighs
+        self._weight = 0
         self._ended: list[list[Any]] = []
 
     def open(self) -> tuple[int, int]:
@@ -122,6 +127,7 @@ class Watches:
         self._inotify = self._pending = -1
         for state in (self._watches, self._owners, self._moved, self._events, self._ended):
             state.clear()
+        self._weight = 0
 
     def drain(self) -> dict[str, Any]:
         """What happened since the last time: `events` as [watch, name, kind, entry or None], `ended` as [watch, why].
@@ -129,7 +135,13 @@ class Watches:
         With `more` there is more to get at once.
         """
         self.pump()
-        events, self._events = self._events[:BATCH], self._events[BATCH:]
+        events: list[list[Any]] = []
+        room = ANSWER
+        while self._events and len(events) < BATCH and room > 0:
+            size, event = self._events.popleft()
+            events.append(event)
+            room -= size
+            self._weight -= size
         ended: list[list[Any]] = []
         if not self._events:
             ended, self._ended = self._ended, []
@@ -150,12 +162,12 @@ class Watches:
             else:
                 for number in list(self._owners.get(descriptor, ())):
                     self._handle(self._watches[number], descriptor, mask, cookie, name)
+            if len(self._events) > BUFFER or self._weight > BUFFER_BYTES:
+                self._end_all("events were lost: nobody took them")
         for (number, _), directory in self._moved.items():
             if number in self._watches:
                 self._drop_tree(self._watches[number], directory)
         self._moved.clear()
-        if len(self._events) > BUFFER:
-            self._end_all("events were lost: nobody took them")
         if self._events or self._ended:
             os.eventfd_write(self._pending, 1)
 
@@ -197,7 +209,9 @@ class Watches:
         for bits, kind in KINDS:
             if mask & bits:
                 entry = self._entry(watch, path) if watch.entries and kind in WITH_ENTRY else None
-                self._events.append([watch.number, to_text(path), kind, entry])
+                size = 100 + 6 * len(path) + (0 if entry is None else weight(entry))
+                self._events.append((size, [watch.number, to_text(path), kind, entry]))
+                self._weight += size
 
     def _entry(self, watch: Watch, path: bytes) -> dict[str, Any] | None:
         try:
@@ -274,6 +288,7 @@ class Watches:
 
     def _end_all(self, reason: str) -> None:
         self._events.clear()
+        self._weight = 0
         for watch in list(self._watches.values()):
             self._end(watch, reason)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import os
 import stat
 
@@ -77,7 +78,9 @@ def test_a_user_added_later_is_seen(ask, accounts):
 
 def test_account_files_may_be_anything(ask, accounts):
     passwd, group = accounts
-    passwd.write_bytes(b"\xff\xfe::::\nuser:x:abc:1::/:/bin/sh\nuser:x:3\n::\n\nuser:x:9:9::/h:/s\n")
+    passwd.write_bytes(
+        b"\xff\xfe::::\nuser:x:abc:1::/:/bin/sh\nuser:x:99999999999:1::/:/b\nuser:x:4294967295:1::/:/b\nuser:x:3\n::\n\nuser:x:9:9::/h:/s\n"
+    )
     group.unlink()
     assert ask("user", name="user")["uid"] == 9
     passwd.unlink()
@@ -190,6 +193,20 @@ def test_a_huge_directory_comes_in_slices(ask, tmp_path):
         answer = ask("job", job=answer["job"])
         entries += answer["items"]
     assert names(entries) == [f"{i:05}" for i in range(10_000)]
+
+
+def test_answers_stay_small_whatever_the_names(ask, tmp_path, monkeypatch):
+    """A frame between agent and server has a limit; each byte that is not UTF-8 takes six in JSON."""
+    for i in range(300):
+        os.close(os.open(os.fsencode(tmp_path) + b"/" + bytes([200 + i % 50]) * 200 + b"%d" % i, os.O_CREAT))
+    monkeypatch.setattr(agent_trees, "ANSWER", 50_000)
+    answer = ask("list", path=str(tmp_path), depth=1)
+    entries = answer["items"]
+    while answer["job"] is not None:
+        assert len(json.dumps(answer)) <= answer["weight"] + 1000 < 60_000
+        answer = ask("job", job=answer["job"])
+        entries += answer["items"]
+    assert len(entries) == 300
 
 
 def test_entries_that_go_away_while_listed_are_left_out(ask, tmp_path):

@@ -131,6 +131,9 @@ async def test_a_list_is_bounded(rpc, tmp_path, monkeypatch):
         os.close(os.open(tmp_path / f"{i}", os.O_CREAT))
     code, message = await rpc("ListDir", path=".")
     assert (code, "more than 500 entries" in message) == ("failed_precondition", True)
+    monkeypatch.setattr(agent, "MAX_ENTRIES", 5000)
+    monkeypatch.setattr(agent, "MAX_WEIGHT", 100_000)
+    assert (await rpc("ListDir", path="."))[0] == "failed_precondition"
 
 
 # --- changing
@@ -176,7 +179,7 @@ async def test_watchers_are_limited(rpc, monkeypatch):
 
 
 async def test_a_watcher_that_nobody_asks_fails_rather_than_forget(rpc, served, until, tmp_path, monkeypatch):
-    monkeypatch.setattr(filesystem, "WAITING_EVENTS", 10)
+    monkeypatch.setattr(filesystem, "WAITING_BYTES", 501 * 10)
     watcher = (await rpc("CreateWatcher", path="."))["watcherId"]
     other = (await rpc("CreateWatcher", path="."))["watcherId"]
     for i in range(4):
@@ -261,7 +264,7 @@ async def test_a_watch_on_what_is_no_directory(sandbox, tmp_path):
 
 
 async def test_a_client_that_does_not_read_ends_its_stream_alone(served, sandbox, until, tmp_path, monkeypatch):
-    monkeypatch.setattr(filesystem, "WAITING_BYTES", filesystem.EVENT_BYTES * 5)
+    monkeypatch.setattr(filesystem, "WAITING_BYTES", 501 * 5)
     ended, seen = [], []
     await sandbox.files.watch_dir(".", on_event=seen.append, on_exit=ended.append)
     for i in range(100):  # at once, in one answer of the agent: the reader has no turn in between
