@@ -145,8 +145,8 @@ class BubblewrapRuntime:
         try:
             await spawner.call("empty", directory=self._view)
             home.release()
-        except OperationFailed as error:
-            _log.warning("cannot remove %s: %s", home.path, error.message)
+        except (OperationFailed, GuestGone) as error:
+            _log.warning("cannot remove %s: %s", home.path, error)
             os.close(home.lock)  # the next server here tries again
 
     async def _prepare(self, spawner: SpawnerLink, program: Path) -> None:
@@ -267,12 +267,13 @@ class BubblewrapRuntime:
     async def close(self) -> None:
         while self._launching:
             await asyncio.wait(list(self._launching.values()))
-        await asyncio.gather(*(guest.kill() for guest in list(self._guests.values())))
-        if self._spawner is not None:
-            with contextlib.suppress(GuestGone):
-                await self._leave(self._spawner)
-            await self._spawner.close()
-            self._spawner = None
+        try:
+            await asyncio.gather(*(guest.kill() for guest in list(self._guests.values())))
+        finally:
+            spawner, self._spawner = self._spawner, None
+            if spawner is not None:
+                await self._leave(spawner)
+                await spawner.close()
 
 
 def _raise_descriptor_limit() -> None:

@@ -248,6 +248,10 @@ async def test_the_death_of_the_spawner_takes_its_sandboxes_with_it(data_dir: Pa
     with pytest.raises(RuntimeUnavailable):
         await second.create("t")
     await second.close()
+    third = BubblewrapRuntime(data_dir / "spawner")
+    await third.start()
+    await third.close()
+    assert list((data_dir / "spawner" / "sandboxes").iterdir()) == []
 
 
 async def test_a_living_servers_directory_is_not_taken_for_abandoned(
