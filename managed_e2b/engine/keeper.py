@@ -96,9 +96,19 @@ class Keeper:
 
     def _sweep(self) -> None:
         engine = self._engine
-        while engine.abandoned:
-            ticket = engine.abandoned.popleft()
-            engine.clean(ticket, "abandoned: nobody holds its handle")
-        for record in engine.book.records(states_=[State.CLEANING], owner=engine.owner):
-            if record.claimed_by == engine.owner:
-                engine.clean(record.ticket, record.reason or "released", patience=0.0)
+        # Ours, and what a reap of ours has claimed of dead owners: nobody else goes on with those while we live.
+        claimed = engine.book.records(states_=[State.CLEANING], claimed_by=engine.owner)
+        due = {record.ticket: record.reason or "released" for record in claimed}
+        for _ in range(len(engine.abandoned)):
+            due.setdefault(engine.abandoned.popleft(), "abandoned: nobody holds its handle")
+        for ticket, reason in due.items():
+            self._guarded(functools.partial(self._end, ticket, reason))
+
+    def _end(self, ticket: str, reason: str) -> None:
+        """One try. What is not proved, or could not even be claimed, is due again at the next tick."""
+        ended = False
+        try:
+            ended = self._engine.clean(ticket, reason, patience=0.0)
+        finally:
+            if not ended:
+                self._engine.abandoned.append(ticket)

@@ -48,7 +48,8 @@ async def _pass(engine: Engine, max_items: int, deadline: float) -> list[Reaped]
         if len(items) >= max_items or time.monotonic() >= deadline:
             break
         cleaner = record.claimed_by if record.state is State.CLEANING else None
-        if (cleaner or record.owner) not in dead:
+        ours = cleaner == engine.owner and record.owner in dead  # claimed by an earlier pass, and not proved yet
+        if not ours and (cleaner or record.owner) not in dead:
             continue  # a live owner's row, or a live reaper is at it
         ended = await release(engine, record.ticket, "its owner is dead", dead=dead, patience=_PATIENCE)
         items.append(await _told(engine, record, ended))

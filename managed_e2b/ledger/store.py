@@ -181,7 +181,12 @@ class Ledger:
             return None if row is None else _record(row)
 
     def records(
-        self, *, states_: Collection[State] | None = None, owner: str | None = None, account: str | None = None
+        self,
+        *,
+        states_: Collection[State] | None = None,
+        owner: str | None = None,
+        account: str | None = None,
+        claimed_by: str | None = None,
     ) -> list[SandboxRecord]:
         """Rows in the order in which they joined the line."""
         query = select(sandboxes).order_by(sandboxes.c.queued_at, sandboxes.c.ticket)
@@ -191,6 +196,8 @@ class Ledger:
             query = query.where(sandboxes.c.owner == owner)
         if account is not None:
             query = query.where(sandboxes.c.account == account)
+        if claimed_by is not None:
+            query = query.where(sandboxes.c.claimed_by == claimed_by)
         with self._read() as connection:
             return [_record(row) for row in connection.execute(query)]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from managed_e2b import BackendError, SandboxCreateError, State, TemplateNotFoundError
-from managed_e2b.engine import release
+from managed_e2b.engine import reap, release
 
 from .conftest import Face, assert_nothing_left, remote_of, settle, states_of, until
 
@@ -124,5 +125,52 @@ async def test_what_a_release_could_not_prove_the_keeper_goes_on_with(
     assert "503" in (row.last_error or "")
     assert await remote_of(lifecycle) == [handle.sandbox_id]
     down = False
+    until(lambda: lifecycle._book.records(states_=[State.CLEANED]), "the keeper has cleaned it")
+    await assert_nothing_left(lifecycle)
+
+
+async def test_what_a_reap_could_not_prove_is_gone_on_with(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reap, "_PATIENCE", 0.0)
+    lifecycle = face.open(opening_reap=False)
+    dead = face.open()
+    context = dead.acquire()
+    handle = await settle(context.__aenter__() if face.name == "async" else context.__enter__())
+    dead._keeper.stop(10)
+    dead._book.close_owner(dead.owner_id)
+    down = True
+
+    def fail_while_down(sdk: Any) -> None:
+        kill = sdk.kill
+
+        async def failing(sandbox_id: str) -> bool:
+            if down:
+                raise BackendError("503", status=503)
+            return bool(await kill(sandbox_id))
+
+        sdk.kill = failing
+
+    fail_while_down(lifecycle._engine.driver.sdk)
+    fail_while_down(lifecycle._cleaner.driver.sdk)
+    for _ in range(2):
+        assert [item.sandbox_id for item in (await settle(lifecycle.reap())).pending] == [handle.sandbox_id]
+    down = False
+    until(lambda: lifecycle._book.records(states_=[State.CLEANED]), "the reaper's keeper has cleaned it")
+
+
+async def test_a_release_that_the_ledger_refused_is_gone_on_with(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
+    lifecycle = face.open()
+    claim, refusals = lifecycle._book.claim, 3
+
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        nonlocal refusals
+        refusals -= 1
+        if refusals >= 0:
+            raise OperationalError("claim", {}, Exception("database is locked"))
+        return claim(*args, **kwargs)
+
+    monkeypatch.setattr(lifecycle._book, "claim", refusing)
+    with pytest.raises(OperationalError):
+        async with face.entered(lifecycle.acquire()):
+            pass
     until(lambda: lifecycle._book.records(states_=[State.CLEANED]), "the keeper has cleaned it")
     await assert_nothing_left(lifecycle)
