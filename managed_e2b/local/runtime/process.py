@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 from collections.abc import Callable
@@ -82,5 +81,4 @@ class BubblewrapProcess:
             fd = getattr(self, name)
             if fd is not None:
                 setattr(self, name, None)
-                with contextlib.suppress(OSError):
-                    os.close(fd)
+                os.close(fd)
