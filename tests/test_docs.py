@@ -15,7 +15,7 @@ import typer.main
 
 import managed_e2b
 from managed_e2b.cli.app import app
-from managed_e2b.local.background import LocalServerError, LocalServerProcess
+from managed_e2b.local.background import LocalServerProcess
 
 ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -29,16 +29,6 @@ def load_tool(name: str) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-@pytest.fixture(scope="module")
-def local_server_runs() -> None:
-    server = LocalServerProcess()
-    try:
-        server.start()
-    except LocalServerError as error:
-        pytest.skip(f"the local server cannot run here: {error}")
-    server.stop()
 
 
 def commands() -> list[str]:
@@ -81,7 +71,7 @@ def test_links_lead_somewhere() -> None:
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", README, re.S), ids=["sync", "async"])
-def test_the_code_of_the_readme_runs(code: str, tmp_path: Path, local_server_runs: None) -> None:
+def test_the_code_of_the_readme_runs(code: str, tmp_path: Path, server: LocalServerProcess) -> None:
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("42")

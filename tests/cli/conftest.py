@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from managed_e2b.local.background import LocalServerError, LocalServerProcess
+from managed_e2b.local.background import LocalServerProcess
 
 TIMEOUT = 60
 """Seconds for one command: only a hang takes that long."""
@@ -69,20 +69,6 @@ class Me2b:
 @pytest.fixture
 def me2b(tmp_path: Path) -> Me2b:
     return Me2b(tmp_path)
-
-
-@pytest.fixture(scope="session")
-def server() -> Iterator[LocalServerProcess]:
-    """A local server that all tests of a worker share."""
-    process = LocalServerProcess()
-    try:
-        process.start()
-    except LocalServerError as error:
-        pytest.skip(f"the local server cannot run here: {error}")
-    try:
-        yield process
-    finally:
-        process.stop()
 
 
 @pytest.fixture
