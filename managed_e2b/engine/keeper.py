@@ -1,7 +1,8 @@
-"""One thread per open lifecycle, on both faces: a blocked event loop must not look like a crash.
+"""Threads of every open lifecycle, on both faces: a blocked event loop must not look like a crash.
 
-It runs the engine's own code on the blocking driver: the owner's heartbeat, the leases, what nobody holds any
-more, and what is still `cleaning`.
+They run the engine's own code on the blocking driver: the owner's heartbeat; the leases; what nobody holds any more
+and what is still `cleaning`. Each has a thread of its own: a DELETE that hangs must not cost the living their lease,
+nor an endpoint that hangs the owner its heartbeat.
 """
 
 from __future__ import annotations
@@ -35,47 +36,50 @@ class Keeper:
     def __init__(self, engine: Engine, run: Run, *, stale_after: float, reap_at_start: bool) -> None:
         self._engine = engine
         self._run = run
-        self._interval = leases.beat_interval(engine.lease, int(stale_after))
-        self._reap_at_start = reap_at_start
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._main, name="me2b-keeper", daemon=True)
-        self.owner_lost = False
-        """Set when the ledger says that this owner is closed: somebody took it for dead."""
+        interval = leases.beat_interval(engine.lease, int(stale_after))
+        self._threads = [
+            self._thread("beat", interval, self._beat),
+            self._thread("leases", interval, self._renew),
+            self._thread("sweep", TICK, self._sweep, first=self._reap if reap_at_start else None),
+        ]
 
     def start(self) -> None:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     def stop(self, timeout: float) -> None:
         """Ask it to end and wait up to `timeout` seconds."""
         self._stop.set()
-        if self._thread.is_alive() and threading.current_thread() is not self._thread:
-            self._thread.join(timeout)
+        deadline = time.monotonic() + timeout
+        for thread in self._threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
 
-    def _main(self) -> None:
-        next_beat = time.monotonic() + self._interval
-        if self._reap_at_start:
-            self._guarded(lambda: self._run(reap(self._engine)))
-        while not self._stop.wait(min(TICK, self._interval)):
-            if time.monotonic() >= next_beat:
-                next_beat = time.monotonic() + self._interval
-                self._guarded(self._beat)
-                self._guarded(self._renew)
-            self._guarded(self._sweep)
+    def _thread(
+        self, name: str, interval: float, step: Callable[[], object], first: Callable[[], object] | None = None
+    ) -> threading.Thread:
+        def main() -> None:
+            if first is not None:
+                self._guarded(first)
+            while not self._stop.wait(interval):
+                self._guarded(step)
+
+        return threading.Thread(target=main, name=f"me2b-keeper-{name}", daemon=True)
 
     def _guarded(self, step: Callable[[], object]) -> None:
-        """The keeper outlives an endpoint or a database that fails for a while: it tells, and tries again."""
+        """The keeper outlives whatever fails, for a while or once: without it every lease would lapse."""
         try:
             step()
         except (BackendError, DBAPIError, OSError) as error:
             logger.warning("keeper: %s: %s; it will try again", type(error).__name__, error)
+        except Exception:
+            logger.exception("keeper: an error that nobody expected; it goes on")
 
     def _beat(self) -> None:
-        self.owner_lost = not self._engine.book.beat(self._engine.owner)
+        self._engine.book.beat(self._engine.owner)
 
     def _renew(self) -> None:
         engine = self._engine
-        if self.owner_lost:
-            return  # a reaper ended this owner: renewing now could keep alive what is being killed
         for record in engine.book.records(states_=[State.RUNNING], owner=engine.owner):
             # Each on its own: one that fails must not cost the others their lease.
             self._guarded(functools.partial(self._renew_one, record))
@@ -84,7 +88,7 @@ class Keeper:
         engine = self._engine
         sent_at = engine.book.now()
         if record.hard_deadline is not None and sent_at >= record.hard_deadline:
-            engine.clean(record.ticket, "expired: its timeout has passed")
+            engine.clean(record.ticket, "expired: its timeout has passed", patience=0.0)
             return
         seconds = leases.renewal(record, sent_at)
         if seconds is None or record.sandbox_id is None:
@@ -92,7 +96,10 @@ class Keeper:
         if self._run(engine.driver.sdk.set_timeout(record.sandbox_id, seconds)):
             engine.book.extended(record.ticket, sent_at + seconds * leases.SECOND)
         else:
-            engine.clean(record.ticket, "vanished: the backend does not know it any more")
+            engine.clean(record.ticket, "vanished: the backend does not know it any more", patience=0.0)
+
+    def _reap(self) -> None:
+        self._run(reap(self._engine))
 
     def _sweep(self) -> None:
         engine = self._engine

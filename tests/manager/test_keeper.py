@@ -6,12 +6,13 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from managed_e2b import AsyncSandboxLifecycle, SandboxGoneError, SandboxLifecycle, State
+from managed_e2b import AsyncSandboxLifecycle, BackendError, SandboxGoneError, SandboxLifecycle, State
 
 from .conftest import Face, remote_of, settle, until
 
@@ -24,6 +25,44 @@ async def test_a_silent_command_longer_than_the_lease_goes_on(face: Face) -> Non
         (row,) = await settle(lifecycle.records())
         assert row.remote_expiry > first.remote_expiry
         assert await remote_of(lifecycle) == [handle.sandbox_id]
+
+
+async def test_a_cleanup_that_hangs_or_fails_oddly_costs_the_living_nothing(face: Face) -> None:
+    lifecycle = face.open(lease=10, stale_timeout=40)
+    sdk = lifecycle._cleaner.driver.sdk
+    hanging, go, odd = threading.Event(), threading.Event(), True
+    set_timeout = sdk.set_timeout
+
+    async def hang(sandbox_id: str) -> bool:
+        hanging.set()
+        go.wait(60)
+        raise BackendError("503", status=503)
+
+    async def odd_once(sandbox_id: str, seconds: int) -> bool:
+        nonlocal odd
+        if odd:
+            odd = False
+            raise AttributeError("no SDK raises this")
+        return bool(await set_timeout(sandbox_id, seconds))
+
+    sdk.kill, sdk.set_timeout = hang, odd_once
+    async with face.entered(lifecycle.acquire(timeout=600)) as handle:
+        (first,) = await settle(lifecycle.records())
+        lifecycle._cleaner.abandoned.append(first.ticket)  # the sweep hangs in its DELETE, the row is `cleaning`
+        other = lifecycle.acquire(timeout=600)
+        async with face.entered(other) as living:
+            until(hanging.is_set, "the sweep hangs")
+            until(
+                lambda: [
+                    row
+                    for row in lifecycle._book.records(states_=[State.RUNNING])
+                    if row.sandbox_id == living.sandbox_id and row.remote_expiry > first.remote_expiry + 5_000_000
+                ],
+                "the other's lease is renewed",
+            )
+            del sdk.kill
+            go.set()
+    assert handle.sandbox_id != living.sandbox_id
 
 
 async def test_the_hard_timeout_ends_a_sandbox_whose_owner_lives(face: Face) -> None:
@@ -117,7 +156,7 @@ def test_opening_and_closing_leaves_no_thread_and_no_descriptor(kind: Any, serve
             async def wait(): await result
             asyncio.run(wait())
     def count():
-        keepers = [t for t in threading.enumerate() if t.name == "me2b-keeper"]
+        keepers = [t for t in threading.enumerate() if t.name.startswith("me2b-")]
         return len(keepers), len(os.listdir("/proc/self/fd"))
     once(); once()
     before = count()
