@@ -203,13 +203,19 @@ async def _send_file(
         start, end = wanted
         answer |= {"content-range": f"bytes {start}-{end - 1}/{size}", "content-length": str(end - start)}
         await _send_all(send, 206, answer, read_chunks(held, start, end), length=end - start)
-    elif 0 < size <= CHUNK:  # read first: it may have become shorter meanwhile, and then the answer is what it is now
-        data = b"".join([piece async for piece in read_chunks(held, 0, size)])
-        await _send_all(send, 200, {**answer, "content-length": str(len(data))}, _one(data))
-    elif size:
-        await _send_all(send, 200, {**answer, "content-length": str(size)}, read_chunks(held, 0, size), length=size)
-    else:  # empty, or one of those in /proc that do not tell how long they are
-        await _send_all(send, 200, answer, read_chunks(held, 0, None))
+    else:
+        await _send_whole(held, size, answer, send)
+
+
+async def _send_whole(held: HeldFd, size: int, answer: Mapping[str, str], send: Send) -> None:
+    if size <= CHUNK:
+        # Read first: the file may be another by now, and those in /proc do not tell how long they are.
+        data = b"".join([piece async for piece in read_chunks(held, 0, CHUNK)])
+        if len(data) < CHUNK:
+            await _send_all(send, 200, {**answer, "content-length": str(len(data))}, _one(data))
+            return
+    length = {"content-length": str(size)} if size else {}
+    await _send_all(send, 200, {**answer, **length}, read_chunks(held, 0, size or None), length=size or None)
 
 
 async def _one(data: bytes) -> AsyncIterator[bytes]:

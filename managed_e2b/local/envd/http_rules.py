@@ -7,13 +7,14 @@ from collections.abc import Iterable
 from email.utils import formatdate, parsedate_to_datetime
 from urllib.parse import quote
 
+from managed_e2b.local.runtime.agent_entries import XATTR_PREFIX
+
 Headers = Iterable[tuple[bytes, bytes]]
 
 GZIP = "gzip"
 IDENTITY = "identity"
 
 METADATA_PREFIX = b"x-metadata-"
-XATTR_PREFIX = "user.e2b."
 METADATA_KEY_LIMIT = 255 - len(XATTR_PREFIX)  # bytes: the kernel's limit for the name of an xattr
 METADATA_TOTAL_LIMIT = 4096  # bytes of names and values: what ext4 keeps for one file
 

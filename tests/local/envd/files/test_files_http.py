@@ -7,6 +7,7 @@ import gzip
 import io
 import os
 import time
+from pathlib import Path
 from urllib.parse import quote
 
 import httpx
@@ -240,9 +241,33 @@ async def test_a_file_that_did_not_change(http, tmp_path):
     assert (answer.status_code, answer.content) == (304, b"")
 
 
-async def test_files_that_do_not_tell_their_size(http):
+@pytest.fixture
+def symbols() -> bytes:
+    """A file of megabytes, on most hosts, whose size is 0."""
+    return Path("/proc/kallsyms").read_bytes()
+
+
+async def test_files_that_do_not_tell_their_size(http, symbols):
     answer = await http.get("/files?path=/proc/self/status")
     assert b"VmRSS" in answer.content
+    assert (await http.get("/files?path=/proc/kallsyms")).content == symbols
+
+
+@pytest.mark.parametrize("size", [0, 1, transfer.CHUNK - 1, transfer.CHUNK, transfer.CHUNK + 1])
+async def test_sizes_around_a_chunk(http, tmp_path, size):
+    content = bytes(range(256)) * (size // 256 + 1)
+    (tmp_path / "f").write_bytes(content[:size])
+    answer = await http.get("/files?path=f")
+    assert (answer.content, answer.headers["content-length"]) == (content[:size], str(size))
+
+
+async def test_a_file_that_cannot_be_read(http, tmp_path, monkeypatch):
+    def broken(fd, size, offset):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    (tmp_path / "f").write_text("x")
+    monkeypatch.setattr(os, "pread", broken)
+    assert refusal(await http.get("/files?path=f")) == (500, f"error reading file '{tmp_path}/f': Input/output error")
 
 
 @pytest.mark.parametrize(
