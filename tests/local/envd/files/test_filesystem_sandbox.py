@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from e2b import AsyncSandbox, FilesystemEventType, SandboxException, SandboxNotRunningException
-from e2b.exceptions import AuthenticationException
+from e2b.exceptions import AuthenticationException, NotEnoughSpaceException
 
 from managed_e2b.local.runtime.base import RuntimeUnavailable
 from managed_e2b.local.server import LocalServer
@@ -144,6 +144,22 @@ async def test_special_files_keep_nobody_waiting(box):
             await box.files.write(path, "x")
     assert await box.files.list("d") == []  # it is of no type that envd knows, and SDKs leave those out
     await box.files.remove("d")
+
+
+async def test_a_filesystem_that_is_full(box):
+    room = int((await box.commands.run("df --output=avail -B1 /dev/shm | tail -1")).stdout)
+    if room > 1 << 30:
+        pytest.skip("/dev/shm of a sandbox is too large here to be filled in a test")
+
+    async def more_than_there_is():
+        piece = bytes(1 << 20)
+        for _ in range(room // len(piece) + 20):
+            yield piece
+
+    with pytest.raises(NotEnoughSpaceException, match="not enough disk space"):
+        await box.files.write("/dev/shm/f", more_than_there_is())
+    await box.files.remove("/dev/shm/f")
+    await box.files.write("/dev/shm/f", "fits")
 
 
 async def test_users_are_the_sandboxes_own(box, two_ids):
