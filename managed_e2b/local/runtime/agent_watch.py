@@ -168,6 +168,8 @@ class Watches:
             if number in self._watches:
                 self._drop_tree(self._watches[number], directory)
         self._moved.clear()
+        for watch in self._watches.values():
+            watch.announced.clear()  # the kernel had nothing more to tell: what it tells from now on is new
         if self._events or self._ended:
             os.eventfd_write(self._pending, 1)
 
@@ -278,9 +280,7 @@ class Watches:
 
     def _forget(self, descriptor: int) -> None:
         for number in self._owners.pop(descriptor, set()):
-            watch = self._watches[number]
-            watch.directories.pop(descriptor, None)
-            watch.announced = {item for item in watch.announced if item[0] != descriptor}
+            self._watches[number].directories.pop(descriptor, None)
 
     def _end(self, watch: Watch, reason: str) -> None:
         self.remove(watch.number)
