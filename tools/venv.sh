@@ -33,6 +33,6 @@ wanted="$("$python" -c 'import sys; print(sys.version, sys.base_prefix)') in $(p
 echo "Setting up .venv with $("$python" --version) (once; needs a package index)"
 rm -f "$stamp"
 "$python" -m venv --clear .venv || fail "could not make .venv with $python"
-.venv/bin/python -m pip install --quiet --disable-pip-version-check --editable '.[dev]' ||
+.venv/bin/python -m pip install -qq --disable-pip-version-check --editable '.[dev]' ||
     fail "pip could not install the dependencies (see above); run it again once the package index is reachable"
 printf '%s\n' "$wanted" > "$stamp"
