@@ -1,6 +1,6 @@
 """`python -m managed_e2b.local`: the server as a child of the program that uses it (see `background`).
 
-It reads one line of JSON, `{"api_key": …}`, from the pipe `--parent-fd` and writes one, `{"url": …}` or
+It reads one line of JSON, `{"api_key": …, "chaos": …}`, from the pipe `--parent-fd` and writes one, `{"url": …}` or
 `{"error": …}`, to `--announce-fd`. It ends, with all its sandboxes, when its parent does: at the end of the pipe or
 of the parent's process, whichever is first (a child that the parent forked may hold the pipe open).
 """
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from managed_e2b.local.chaos.rules import Script
 from managed_e2b.local.runtime.base import RuntimeUnavailable
 from managed_e2b.local.server import LocalServer
 
@@ -56,7 +57,9 @@ async def _serve(options: argparse.Namespace) -> int:
 
     loop.add_reader(parent, parent_is_gone)
     loop.add_reader(options.parent_fd, parent_is_gone)
-    server = LocalServer(options.port, json.loads(line)["api_key"], options.data_dir)
+    told = json.loads(line)
+    chaos = None if told["chaos"] is None else Script.model_validate(told["chaos"])
+    server = LocalServer(options.port, told["api_key"], options.data_dir, chaos=chaos)
     try:
         try:
             await server.start()

@@ -16,7 +16,9 @@ import sys
 import sysconfig
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,13 +32,22 @@ class LocalServerProcess:
 
     Blocking, and safe to use from several threads. After `start`, `url` and `api_key` are what an E2B SDK needs;
     they stay the same until `stop`. In a process forked from the one that started it, `stop` does nothing.
+    `chaos`: whether tests may make it fail over HTTP; a mapping is the script (`chaos.rules`) in force from the start.
     """
 
-    def __init__(self, *, api_key: str | None = None, data_dir: Path | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        *,
+        api_key: str | None = None,
+        data_dir: Path | None = None,
+        port: int = 0,
+        chaos: bool | Mapping[str, Any] = False,
+    ) -> None:
         self.api_key = api_key or "e2b_" + secrets.token_hex(20)
         self.url = ""
         self._data_dir = data_dir
         self._port = port
+        self._chaos: Mapping[str, Any] | None = ({} if chaos else None) if isinstance(chaos, bool) else chaos
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._life = -1  # the pipe whose end means to the child that we are gone
@@ -102,7 +113,7 @@ class LocalServerProcess:
                 start_new_session=True,
             )
             self._owner = os.getpid()
-            os.write(self._life, json.dumps({"api_key": self.api_key}).encode() + b"\n")
+            os.write(self._life, json.dumps({"api_key": self.api_key, "chaos": self._chaos}).encode() + b"\n")
         except BaseException:
             os.close(announce_read)
             self._stop(0)

@@ -15,6 +15,7 @@ import uvicorn
 
 from managed_e2b.local import keys
 from managed_e2b.local.api.app import control_plane
+from managed_e2b.local.chaos.rules import Script
 from managed_e2b.local.clock import Clock, SystemClock
 from managed_e2b.local.envd.app import Envd
 from managed_e2b.local.envd.signatures import signature_matches
@@ -37,7 +38,8 @@ class LocalServer:
     """An E2B-compatible server of this process.
 
     `port` 0 takes a free one. `api_key` None: one is made. `data_dir` is where sandboxes keep their files while they
-    live (None: the runtime's choice). `runtime` None: bubblewrap. Nothing is done before `start`.
+    live (None: the runtime's choice). `runtime` None: bubblewrap. `chaos`: the faults that are in force from the start;
+    None: none ever, and nobody can ask for any. Nothing is done before `start`.
     """
 
     def __init__(
@@ -49,12 +51,14 @@ class LocalServer:
         *,
         envd: EnvdFactory = Envd,
         clock: Clock | None = None,
+        chaos: Script | None = None,
     ) -> None:
         self._port = port
         self._data_dir = data_dir
         self._runtime = runtime
         self._envd = envd
         self._clock = clock or SystemClock()
+        self._script = chaos
         self._http: _Http | None = None
         self._serving: asyncio.Task[None] | None = None
         self._registry: SandboxRegistry | None = None
