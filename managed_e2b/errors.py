@@ -11,8 +11,17 @@
     │   ├── AuthenticationError        the key was refused
     │   ├── TemplateNotFoundError      no such template there
     │   ├── RateLimitedError           429; `retry_after` in seconds when the endpoint named one
-    │   └── SandboxCreateError         a create failed, or its answer never came and could not be found
-    ├── SandboxGoneError           the sandbox of this handle is not there any more; `reason` says why
+    │   ├── SandboxCreateError         a create failed, or its answer never came and could not be found
+    │   └── SandboxUnreachableError    nothing in the sandbox answers; it is not known to be dead
+    ├── SandboxGoneError           the sandbox of this handle cannot be used any more; the subclass says why
+    │   ├── SandboxReleasedError       its `with` block was left, or its lifecycle was shut down
+    │   ├── SandboxExpiredError        its hard `timeout` has passed
+    │   ├── SandboxLapsedError         its lease was not renewed in time, and the backend ended it
+    │   ├── SandboxReapedError         its owner looked dead, and a reaper ended it
+    │   ├── SandboxKilledError         another user of this ledger ended it
+    │   ├── SandboxPausedError         somebody paused it; it can be resumed
+    │   └── SandboxLostError           it vanished early: lost by the provider, or killed outside of this ledger
+    ├── CommandLostError           how a command ended cannot be known any more; what it wrote is in there
     ├── CommandError               a command failed and `check=True` was asked for; `result` holds it
     │   └── CommandTimeoutError        … because it ran past its timeout (also a TimeoutError)
     ├── StageError                 a file could not be staged in or out; `path` names it
@@ -20,13 +29,16 @@
     ├── PrewarmError               a template could not be built
     └── TosError                   a bucket could not be mounted
 
-Exceptions of the E2B SDK never leave a managed call unmapped; the original one is the `__cause__`.
+Exceptions of the E2B SDK never leave a managed call unmapped; the original one is the `__cause__`. What a handle
+raises of the gone family, and SandboxUnreachableError, is also an instance of the exception that the SDK itself has
+for the case (SandboxNotRunningException, SandboxNotFoundException, SandboxUnreachableException): handlers written for
+the SDK go on working.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from .models import CommandResult
@@ -96,13 +108,104 @@ class SandboxCreateError(BackendError):
         self.ticket = ticket
 
 
-class SandboxGoneError(Me2bError):
-    """The sandbox of a handle is not there any more (released, expired, killed). `reason` is the ledger's word."""
+class SandboxUnreachableError(BackendError):
+    """Nothing in the sandbox answers, or its endpoint does not, and nobody says that it is dead.
 
-    def __init__(self, message: str, *, sandbox_id: str | None, reason: str | None) -> None:
+    `running` is True when the backend says that the sandbox runs (its agent, network or shell is broken), None when
+    the backend could not be asked either.
+    """
+
+    def __init__(self, message: str, *, status: int | None = None, running: bool | None = None) -> None:
+        super().__init__(message, status=status)
+        self.running = running
+
+
+class SandboxGoneError(Me2bError):
+    """The sandbox of a handle cannot be used any more. Which subclass it is, and `ending` (its name), say why.
+
+    `reason` is the ledger's word, `ticket` the ledger's id of it. `started_at` (it ran since), `ended_at` (proved dead)
+    and `noticed_at` are microseconds since the epoch on the ledger's clock, None where the ledger does not know.
+    """
+
+    ending: ClassVar[str] = "gone"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        sandbox_id: str | None,
+        reason: str | None,
+        ticket: str | None = None,
+        started_at: int | None = None,
+        ended_at: int | None = None,
+        noticed_at: int | None = None,
+    ) -> None:
         super().__init__(message)
         self.sandbox_id = sandbox_id
+        self.ticket = ticket
         self.reason = reason
+        self.started_at = started_at
+        self.ended_at = ended_at
+        self.noticed_at = noticed_at
+
+
+class SandboxReleasedError(SandboxGoneError):
+    """Its owner has ended it: the `with` block was left, the lifecycle shut down, or the acquire was cancelled."""
+
+    ending = "released"
+
+
+class SandboxExpiredError(SandboxGoneError):
+    """Its hard limit, `acquire(timeout=...)`, has passed."""
+
+    ending = "expired"
+
+
+class SandboxLapsedError(SandboxGoneError):
+    """Nobody renewed its lease in time, and the backend ended it: the owner was suspended or cut off from it."""
+
+    ending = "lapsed"
+
+
+class SandboxReapedError(SandboxGoneError):
+    """Its owner looked dead for longer than `stale_timeout`, and a reaper of this ledger ended it."""
+
+    ending = "reaped"
+
+
+class SandboxKilledError(SandboxGoneError):
+    """Another user of this ledger ended it; `reason` is what was said."""
+
+    ending = "killed"
+
+
+class SandboxPausedError(SandboxGoneError):
+    """Somebody else paused it. It is not lost: once it runs again, the handle works again."""
+
+    ending = "paused"
+
+
+class SandboxLostError(SandboxGoneError):
+    """The backend does not know it any more, before its time, and nobody of this ledger ended it.
+
+    The provider lost it, or somebody killed it outside of this ledger: the backend does not tell the two apart.
+    """
+
+    ending = "lost"
+
+
+class CommandLostError(Me2bError):
+    """A command's stream was cut, and how the command ended, or whether it ran at all, cannot be known any more.
+
+    It was not run again. `stdout_bytes` and `stderr_bytes` are what had come; `pid` is None when it is not known to
+    have begun.
+    """
+
+    def __init__(self, message: str, *, stdout_bytes: bytes, stderr_bytes: bytes, pid: int | None) -> None:
+        super().__init__(message)
+        self.stdout_bytes = stdout_bytes
+        self.stderr_bytes = stderr_bytes
+        self.pid = pid
 
 
 class CommandError(Me2bError):
@@ -154,3 +257,7 @@ class StreamBroken(BackendError):
 
 class SandboxNotRunning(BackendError):
     """The gateway in front of a sandbox says that it does not run (killed, paused or expired)."""
+
+
+class ProcessGone(BackendError):
+    """The sandbox knows no process of this pid: it has ended, and its end is not kept any more."""
