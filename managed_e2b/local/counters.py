@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -11,6 +12,14 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 END_REASONS = ("killed", "expired", "died", "shutdown")
 """Why a sandbox ended: asked for, its time was over, it died by itself, the server stopped."""
+
+
+@dataclass
+class Peaks:
+    """The most at once: `live` (listed or being started), and `present` (those that are being killed as well)."""
+
+    live: int = 0
+    present: int = 0
 
 
 class Counters:
@@ -24,6 +33,7 @@ class Counters:
         self.listed = 0
         self.ending = 0
         self.peak_live = 0
+        self.recent = Peaks()
         self.created = 0
         self.create_failed = 0
         self.paused = 0
@@ -39,6 +49,12 @@ class Counters:
         """Take note of how many there are now."""
         self.starting, self.listed, self.ending = starting, listed, ending
         self.peak_live = max(self.peak_live, self.live)
+        self.recent.live = max(self.recent.live, self.live)
+        self.recent.present = max(self.recent.present, self.live + ending)
+
+    def begin_peaks(self) -> None:
+        """Count `recent` anew, from what is now."""
+        self.recent = Peaks(self.live, self.live + self.ending)
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -7,6 +7,7 @@ SDKs tell `SandboxNotRunningException` from `SandboxUnreachableException` by the
 from __future__ import annotations
 
 import hmac
+from functools import partial
 from typing import Any, Protocol
 
 from starlette.datastructures import Headers
@@ -30,13 +31,28 @@ class SignatureMatches(Protocol):
     ) -> bool: ...
 
 
-class Gateway:
-    """The server's ASGI application."""
+class InFront(Protocol):
+    """What a request to a sandbox passes before `app` serves it."""
 
-    def __init__(self, registry: SandboxRegistry, control_plane: ASGIApp, signature_matches: SignatureMatches) -> None:
+    async def sandbox(
+        self, app: ASGIApp, sandbox_id: str, port: int, scope: Scope, receive: Receive, send: Send, /
+    ) -> None: ...
+
+
+class Gateway:
+    """The server's ASGI application. `in_front`: of the sandboxes, when there is anything."""
+
+    def __init__(
+        self,
+        registry: SandboxRegistry,
+        control_plane: ASGIApp,
+        signature_matches: SignatureMatches,
+        in_front: InFront | None = None,
+    ) -> None:
         self._registry = registry
         self._control_plane = control_plane
         self._signature_matches = signature_matches
+        self._in_front = in_front
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -51,7 +67,11 @@ class Gateway:
         except ApiError as error:
             await error_response(error)(scope, receive, send)
             return
-        await self._to_sandbox(target, scope, receive, send)
+        serve = partial(self._to_sandbox, target)
+        if self._in_front is None:
+            await serve(scope, receive, send)
+        else:
+            await self._in_front.sandbox(serve, target.sandbox_id, target.port, scope, receive, send)
 
     def _signer(self, signed: ToSigned) -> ToSandbox:
         """The sandbox whose token made the signature. Whether it still counts, its envd decides."""

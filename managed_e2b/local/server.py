@@ -10,12 +10,15 @@ import signal
 import socket
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import Literal
 
 import uvicorn
 
 from managed_e2b.local import keys
 from managed_e2b.local.api.app import control_plane
+from managed_e2b.local.chaos.layer import ChaosLayer
 from managed_e2b.local.chaos.rules import Script
+from managed_e2b.local.chaos.wire import ConnectionProtocol
 from managed_e2b.local.clock import Clock, SystemClock
 from managed_e2b.local.envd.app import Envd
 from managed_e2b.local.envd.signatures import signature_matches
@@ -62,6 +65,7 @@ class LocalServer:
         self._http: _Http | None = None
         self._serving: asyncio.Task[None] | None = None
         self._registry: SandboxRegistry | None = None
+        self._chaos: ChaosLayer | None = None
         self.api_key = api_key or keys.new_api_key()
         self.url = ""
         """`http://127.0.0.1:<port>`, once started."""
@@ -85,15 +89,22 @@ class LocalServer:
         port = listener.getsockname()[1]
         self.url = f"http://{HOST}:{port}"
         self._registry = SandboxRegistry(self._runtime, self._envd, clock=self._clock)
-        self._http = _Http(self._application(port))
+        if self._script is not None:
+            self._chaos = ChaosLayer(self._registry, self._clock, self._script)
+        self._http = _Http(self._application(port), ConnectionProtocol if self._chaos is not None else "h11")
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
         await self._http.ready(self._serving)
 
     def _application(self, port: int) -> Gateway:
         api = control_plane(
-            self.registry, TemplateCatalog(), self._clock, api_key=self.api_key, domain=f"localhost:{port}"
+            self.registry,
+            TemplateCatalog(),
+            self._clock,
+            api_key=self.api_key,
+            domain=f"localhost:{port}",
+            extension=self._chaos,
         )
-        return Gateway(self.registry, api, signature_matches)
+        return Gateway(self.registry, api, signature_matches, self._chaos)
 
     async def serve_forever(self) -> None:
         """Return when the server has been closed."""
@@ -105,6 +116,8 @@ class LocalServer:
     async def close(self) -> None:
         """Kill all sandboxes and stop listening. May be called again."""
         try:
+            if self._chaos is not None:
+                await self._chaos.close()
             if self._registry is not None:
                 await self._registry.close()
         finally:
@@ -125,11 +138,11 @@ class LocalServer:
 class _Http(uvicorn.Server):
     """uvicorn without its signal handlers (what a signal means is the program's business) and without its ticks."""
 
-    def __init__(self, app: Gateway) -> None:
+    def __init__(self, app: Gateway, http: Literal["h11"] | type[asyncio.Protocol]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http="h11",  # the parser that keeps absolute-form targets whole
+                http=http,  # h11 is the parser that keeps absolute-form targets whole
                 ws="none",
                 lifespan="off",
                 access_log=False,  # signed URLs must not be written down

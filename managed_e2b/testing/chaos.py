@@ -21,7 +21,7 @@ import json
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, Literal, TypeVar
 
@@ -78,16 +78,14 @@ class Request(BaseModel):
 class Journal:
     """What the server saw, in order, and how many sandboxes lived at once since the journal was begun.
 
-    `peak_live` counts running and starting sandboxes, `peak_present` also those that were being killed.
-    `peak_by_account` is `peak_live` by the account of the key, as the ledger names accounts. `forgotten`: so many
-    entries were the oldest and had to go.
+    `peak_live` counts running, paused and starting sandboxes, `peak_present` also those that were being killed; a
+    server has one API key, so they are that account's. `forgotten`: so many entries were the oldest and had to go.
     """
 
     requests: tuple[Request, ...]
     live: int
     peak_live: int
     peak_present: int
-    peak_by_account: Mapping[str, int]
     forgotten: int
 
     def of(self, op: str | None = None, *, ticket: str | None = None, sandbox_id: str | None = None) -> list[Request]:

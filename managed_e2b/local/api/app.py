@@ -5,12 +5,14 @@ from __future__ import annotations
 import hmac
 from collections.abc import Mapping
 from http import HTTPStatus
+from typing import Protocol
 
 from starlette.applications import Starlette
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from managed_e2b.local.api.others import OtherApi
@@ -21,19 +23,33 @@ from managed_e2b.local.sandboxes import SandboxRegistry
 from managed_e2b.local.templates import TemplateCatalog
 
 
+class Extension(Protocol):
+    """What stands between the key's check and the control plane: it sees each request, and has routes of its own."""
+
+    def routes(self) -> list[Route]: ...
+    def around(self, app: ASGIApp, /) -> ASGIApp: ...
+
+
 def control_plane(
-    registry: SandboxRegistry, templates: TemplateCatalog, clock: Clock, *, api_key: str, domain: str
+    registry: SandboxRegistry,
+    templates: TemplateCatalog,
+    clock: Clock,
+    *,
+    api_key: str,
+    domain: str,
+    extension: Extension | None = None,
 ) -> ASGIApp:
     """The application. `domain`: see SandboxApi."""
     app = Starlette(
         routes=[
             *SandboxApi(registry, templates, clock, domain).routes(),
             *OtherApi(registry, templates, clock, api_key).routes(),
+            *(extension.routes() if extension is not None else ()),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},
     )
     app.router.redirect_slashes = False
-    return ApiKeyCheck(app, api_key)
+    return ApiKeyCheck(app if extension is None else extension.around(app), api_key)
 
 
 class ApiKeyCheck:
