@@ -19,14 +19,17 @@ from .drivers.sdk import SDK_VERSION
 from .engine import host
 from .engine.acquire import acquire, validated
 from .engine.base import Acquired, Engine
+from .engine.foreign import purge
 from .engine.keeper import Keeper
-from .engine.reap import reap
+from .engine.reap import Bounds, reap
+from .engine.reconcile import reconcile
 from .engine.release import release
 from .errors import ConfigError, Me2bError, SandboxLeakError
 from .handle import AsyncSandboxHandle, SandboxHandle
 from .ledger import Ledger, open_engine
-from .models import MAX_TIMEOUT, AcquireRequest, ReapReport, RemoteSandbox, SandboxRecord, State
+from .models import MAX_TIMEOUT, AcquireRequest, ReapReport, ReconcileReport, RemoteSandbox, SandboxRecord, State
 from .rules import states as _states
+from .rules.cleanup import wanted
 from .rules.leases import SECOND
 from .rules.limits import Caps
 
@@ -145,11 +148,46 @@ class _Lifecycle:
         return self._backend.config.endpoint
 
     def _request(self, **values: Any) -> AcquireRequest:
+        self._check_open()
+        return validated(**values)
+
+    def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise Me2bError("this lifecycle belongs to the parent process: open one of its own after a fork")
         if self._closed:
             raise Me2bError("this lifecycle is shut down: open another one")
-        return validated(**values)
+
+    async def _reap(
+        self,
+        *,
+        purge_foreign: bool,
+        metadata: Mapping[str, str] | None,
+        template: str | None,
+        older_than: float | None,
+        include_other_ledgers: bool,
+        dry_run: bool,
+    ) -> ReapReport:
+        self._check_open()
+        want = wanted(
+            metadata,
+            template,
+            older_than,
+            purge_foreign=purge_foreign,
+            include_other_ledgers=include_other_ledgers,
+            lease=self._engine.lease,
+        )
+        bounds = Bounds()
+        report = await reap(self._engine, want=want, dry_run=dry_run, max_iter=self._reaper_max_iter, bounds=bounds)
+        if not purge_foreign:
+            return report
+        items, cut = await purge(
+            self._engine, want=want, include_other_ledgers=include_other_ledgers, dry_run=dry_run, bounds=bounds
+        )
+        return ReapReport((*report.items, *items), report.cut or cut)
+
+    async def _reconcile(self) -> ReconcileReport:
+        self._check_open()
+        return await reconcile(self._engine, one_backend=not self._backend.is_local)
 
     def _clean_in_turn(self, ticket: str, reason: str, **options: Any) -> bool:
         """As `_clean`, with others of its kind. The keeper and a shutdown never wait for those."""
@@ -254,9 +292,49 @@ class SandboxLifecycle(_Lifecycle):
         """What the backend lists as running or paused for this key, ours or not. A clue, never a proof."""
         return _run(_list_remote(self._engine))
 
-    def reap(self) -> ReapReport:
-        """End what dead owners left on this ledger and account. Live owners' sandboxes are never touched."""
-        return _run(reap(self._engine, max_iter=self._reaper_max_iter))
+    def reap(
+        self,
+        *,
+        purge_foreign: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        template: str | None = None,
+        older_than: float | None = None,
+        include_other_ledgers: bool = False,
+        dry_run: bool = False,
+    ) -> ReapReport:
+        """End what dead owners left on this ledger and account. Live owners' sandboxes are never touched.
+
+        purge_foreign: end also what the backend lists for this key and no live owner of this ledger has: sandboxes
+            that other programs made, or whose rows have ended. Not those of other ledgers' owners, of whom nobody here
+            can tell whether they live: they end with their lease.
+        metadata, template, older_than: only sandboxes that have these pairs, are made from this template (by name or
+            id), and were created so many seconds ago or earlier.
+        include_other_ledgers: end those of other ledgers' owners, too. It is for leftovers of a ledger that is gone,
+            when nobody uses that any more; `older_than` must then be a lease or more.
+        dry_run: end nothing, and tell what would be.
+
+        It is bounded in passes (`reaper_max_iter`), sandboxes and seconds; the report says where it was cut, and the
+        next call goes on. Sandboxes that were paused on purpose outlive their owner. Raises ValidationError, and
+        AuthenticationError with `purge_foreign`; other failures are told in the report.
+        """
+        return _run(
+            self._reap(
+                purge_foreign=purge_foreign,
+                metadata=metadata,
+                template=template,
+                older_than=older_than,
+                include_other_ledgers=include_other_ledgers,
+                dry_run=dry_run,
+            )
+        )
+
+    def reconcile(self) -> ReconcileReport:
+        """Compare the ledger with the backend: each row by its id, and each sandbox that the backend lists by its row.
+
+        It ends what this proves: the row of a sandbox that the backend does not know any more, unless another live
+        owner has it, and a sandbox whose row has ended. No row is closed because of a list. Raises AuthenticationError.
+        """
+        return _run(self._reconcile())
 
     def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """Release everything, wait up to `timeout` seconds for the proofs, and say goodbye in the ledger.
@@ -315,9 +393,29 @@ class AsyncSandboxLifecycle(_Lifecycle):
         """See SandboxLifecycle.list_remote."""
         return await _list_remote(self._engine)
 
-    async def reap(self) -> ReapReport:
+    async def reap(
+        self,
+        *,
+        purge_foreign: bool = False,
+        metadata: Mapping[str, str] | None = None,
+        template: str | None = None,
+        older_than: float | None = None,
+        include_other_ledgers: bool = False,
+        dry_run: bool = False,
+    ) -> ReapReport:
         """See SandboxLifecycle.reap."""
-        return await reap(self._engine, max_iter=self._reaper_max_iter)
+        return await self._reap(
+            purge_foreign=purge_foreign,
+            metadata=metadata,
+            template=template,
+            older_than=older_than,
+            include_other_ledgers=include_other_ledgers,
+            dry_run=dry_run,
+        )
+
+    async def reconcile(self) -> ReconcileReport:
+        """See SandboxLifecycle.reconcile."""
+        return await self._reconcile()
 
     async def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """See SandboxLifecycle.shutdown."""

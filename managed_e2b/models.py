@@ -173,6 +173,8 @@ class RemoteSandbox:
     metadata: Mapping[str, str]
     started_at: int
     end_at: int
+    alias: str | None = None
+    """The template's name, where the backend tells one beside its id."""
 
 
 @dataclass(frozen=True)
@@ -213,29 +215,99 @@ class PortForward:
     url: str
 
 
+ReapAction = Literal["cleaned", "never_existed", "gone", "pending", "taken", "kept", "due"]
+
+
 @dataclass(frozen=True)
 class Reaped:
-    """What a reaper did with one row, and why."""
+    """What a reaper did with one sandbox, and why.
 
-    ticket: str
+    `action`: "cleaned", proved dead by a per-id answer. "never_existed", proved that its create made nothing.
+    "gone", listed, but not there. "pending", tried and not proved: the row stays `cleaning`, for the next pass.
+    "taken", somebody else ended it or is at it, or its owner showed life. "kept", left alone on purpose. "due", would
+    be ended if this were no dry run.
+    """
+
+    ticket: str | None
+    """None when it carries none: nothing of this package made it."""
     sandbox_id: str | None
-    owner: str
-    action: Literal["cleaned", "pending", "taken"]
+    owner: str | None
+    action: ReapAction
     why: str
+    age: float | None = None
+    """Seconds since its create."""
+    listed: bool = False
+    """Found in the backend's list by `purge_foreign`, with no open row in the ledger."""
 
 
 @dataclass(frozen=True)
 class ReapReport:
-    """What one pass of the reaper did. `items` in the order in which they were seen."""
+    """What a reaper did: one item for each sandbox, in the order in which they were seen.
+
+    `cut` tells why it ended before it had seen everything (a bound was reached, the list broke off); None when it saw
+    all. What a list did not show is not in here.
+    """
 
     items: tuple[Reaped, ...] = ()
+    cut: str | None = None
 
     @property
     def cleaned(self) -> tuple[Reaped, ...]:
-        """Rows that are terminal now: nothing of them runs."""
-        return tuple(item for item in self.items if item.action == "cleaned")
+        """Those of which nothing runs any more."""
+        return self._with("cleaned", "never_existed", "gone")
 
     @property
     def pending(self) -> tuple[Reaped, ...]:
-        """Rows that could not be proved dead yet; the next pass tries again."""
-        return tuple(item for item in self.items if item.action == "pending")
+        """Those that could not be proved dead yet; the next pass tries again."""
+        return self._with("pending")
+
+    @property
+    def kept(self) -> tuple[Reaped, ...]:
+        """Those that were left alone on purpose."""
+        return self._with("kept")
+
+    @property
+    def due(self) -> tuple[Reaped, ...]:
+        """Those that a dry run would have ended."""
+        return self._with("due")
+
+    def _with(self, *actions: ReapAction) -> tuple[Reaped, ...]:
+        return tuple(item for item in self.items if item.action in actions)
+
+
+ReconcileKind = Literal["running", "paused", "vanished", "untracked", "orphaned", "ending", "unknown"]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """What ledger and backend say of one sandbox.
+
+    `kind`: "running", by both. "paused", at the backend. "vanished", the row says running, and the backend, asked for
+    the id, knows nothing of it. "untracked", it runs and its row has ended. "orphaned", its owner is dead: `reap` ends
+    it. "ending", its row is `cleaning`. "unknown", the backend could not be asked, or the create is not answered yet.
+    `ended`: reconcile has ended it: the row of what vanished, or the sandbox that was untracked.
+    """
+
+    ticket: str | None
+    sandbox_id: str | None
+    owner: str | None
+    kind: ReconcileKind
+    why: str
+    ended: bool = False
+
+
+@dataclass(frozen=True)
+class ReconcileReport:
+    """What `reconcile` found. `cut` tells why it ended before it had compared everything; None when it did."""
+
+    items: tuple[Compared, ...] = ()
+    cut: str | None = None
+
+    def of(self, kind: ReconcileKind) -> tuple[Compared, ...]:
+        """The items of one kind."""
+        return tuple(item for item in self.items if item.kind == kind)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether everything was compared, and ledger and backend say the same of it."""
+        return self.cut is None and all(item.kind in ("running", "ending") for item in self.items)

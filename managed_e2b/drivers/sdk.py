@@ -274,6 +274,7 @@ def _remote(item: Any) -> RemoteSandbox:
         metadata=dict(item.metadata or {}),
         started_at=_micros(item.started_at),
         end_at=_micros(item.end_at),
+        alias=item.name,
     )
 
 

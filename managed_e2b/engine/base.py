@@ -11,12 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..ledger import Ledger
+from ..rules.cleanup import OWNER as OWNER
+from ..rules.cleanup import TICKET as TICKET
 from ..rules.limits import Caps
 from .driver import Driver
-
-TICKET = "me2b_ticket"
-OWNER = "me2b_owner"
-"""Metadata keys on every sandbox: which row of a ledger it belongs to, and whose it is."""
 
 
 class Scope:

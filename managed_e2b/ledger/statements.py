@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import ColumnElement, bindparam, func, insert, or_, select, update
+from sqlalchemy import ColumnElement, bindparam, case, func, insert, or_, select, update
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from ..models import State
@@ -38,6 +38,8 @@ OWNERS_WITH_OPEN_ROWS = select(owners).where(
         ),
     )
 )
+
+OWNERS = select(owners).where(owners.c.id.in_(bindparam("p_owners", expanding=True)))
 
 TELL = insert(events)
 
@@ -88,6 +90,31 @@ CLAIM = _change(
     reason=func.coalesce(c.reason, bindparam("p_detail")),  # the first reason stays
     cleaning_at=func.coalesce(c.cleaning_at, _now),
 )
+
+# A reaper's writes hold only while the owner whom it judged has not beaten since, and still has the row.
+_judged_still = (
+    select(owners.c.id)
+    .where(owners.c.id == bindparam("p_judged"), owners.c.heartbeat == bindparam("p_heartbeat"))
+    .exists()
+)
+TAKE_OVER = _change(
+    states.CLEANABLE,
+    case((c.state == State.CLEANING, func.coalesce(c.claimed_by, c.owner)), else_=c.owner) == bindparam("p_judged"),
+    _judged_still,
+    state=State.CLEANING,
+    claimed_by=bindparam("p_actor"),
+    claimed_at=_now,
+    reason=func.coalesce(c.reason, bindparam("p_detail")),
+    cleaning_at=func.coalesce(c.cleaning_at, _now),
+)
+DROP = _change(
+    [State.QUEUED],
+    c.owner == bindparam("p_judged"),
+    _judged_still,
+    state=State.CLEANED,
+    reason=bindparam("p_detail"),
+    ended_at=_now,
+)
 CLEANED = _change(states.sources(State.CLEANED) - {State.QUEUED}, _claimed_by_me, state=State.CLEANED, ended_at=_now)
 CREATE_FAILED = _change(
     states.sources(State.CREATE_FAILED),
@@ -100,5 +127,8 @@ CREATE_FAILED = _change(
 FOUND = update(sandboxes).where(_ticket, c.sandbox_id.is_(None)).values(sandbox_id=bindparam("p_sandbox_id"))
 EXTENDED = update(sandboxes).where(_ticket, c.state == State.RUNNING).values(remote_expiry=bindparam("p_remote_expiry"))
 NOTE = update(sandboxes).where(_ticket).values(last_error=bindparam("p_detail"))
+KNOWN = select(sandboxes).where(
+    or_(c.ticket.in_(bindparam("p_tickets", expanding=True)), c.sandbox_id.in_(bindparam("p_ids", expanding=True)))
+)
 RECORD = select(sandboxes).where(_ticket)
 HISTORY = select(events).where(events.c.ticket == bindparam("p_ticket")).order_by(events.c.id)

@@ -23,6 +23,9 @@ from .tables import owners, rates, sandboxes
 Clock = Callable[[], int]
 """Microseconds UTC."""
 
+_VARIABLES = 500
+"""The most values in one statement's list; older SQLite takes 999."""
+
 
 def host_clock() -> int:
     """This host's clock, in microseconds UTC."""
@@ -81,6 +84,11 @@ class Ledger:
         """Owners and cleaners of this account's rows that are not terminal."""
         with self._read() as connection:
             return [_owner(row) for row in connection.execute(sql.OWNERS_WITH_OPEN_ROWS, {"p_account": account})]
+
+    def known_owners(self, ids: Collection[str]) -> list[Owner]:
+        """Those of these owners that the ledger knows."""
+        with self._read() as connection:
+            return [_owner(row) for some in _batches(ids) for row in connection.execute(sql.OWNERS, {"p_owners": some})]
 
     # -- the path of one sandbox ----------------------------------------------------------------------------
 
@@ -160,6 +168,16 @@ class Ledger:
         """Claim a row for cleaning. None when it is terminal, queued, or claimed by another not `dead`."""
         return self._swap(sql.CLAIM, State.CLEANING, ticket, claimer, reason, p_claimers=[claimer, *dead])
 
+    def take_over(self, ticket: str, claimer: str, reason: str, judged: Owner) -> SandboxRecord | None:
+        """Claim the row of an owner, or of a cleaner, that was judged dead; a queued one just ends.
+
+        None when it is not theirs any more, or when they have beaten since they were read.
+        """
+        seen = {"p_judged": judged.id, "p_heartbeat": judged.heartbeat}
+        return self._swap(sql.TAKE_OVER, State.CLEANING, ticket, claimer, reason, **seen) or self._swap(
+            sql.DROP, State.CLEANED, ticket, claimer, reason, **seen
+        )
+
     def cleaned(self, ticket: str, claimer: str) -> SandboxRecord | None:
         """Proved dead."""
         return self._swap(sql.CLEANED, State.CLEANED, ticket, claimer)
@@ -200,6 +218,16 @@ class Ledger:
             query = query.where(sandboxes.c.claimed_by == claimed_by)
         with self._read() as connection:
             return [_record(row) for row in connection.execute(query)]
+
+    def known(self, tickets: Collection[str], sandbox_ids: Collection[str]) -> list[SandboxRecord]:
+        """Rows, of any account, that have one of these tickets or one of these ids."""
+        found: dict[str, SandboxRecord] = {}
+        with self._read() as connection:
+            for name, values in (("p_tickets", tickets), ("p_ids", sandbox_ids)):
+                for some in _batches(values):
+                    rows = connection.execute(sql.KNOWN, {"p_tickets": (), "p_ids": (), name: some})
+                    found |= {row.ticket: _record(row) for row in rows}
+        return list(found.values())
 
     def history(self, ticket: str) -> list[tuple[int, State, str, str | None]]:
         """What happened to a row: (time, state, actor, detail), oldest first."""
@@ -259,6 +287,11 @@ class Ledger:
 def _tell(connection: Connection, ticket: str, at: int, state: State, actor: str, detail: str | None = None) -> None:
     values = {"ticket": ticket, "at": at, "state": state, "actor": actor, "detail": detail}
     connection.execute(sql.TELL, values)
+
+
+def _batches(values: Collection[str]) -> Iterator[list[str]]:
+    every = list(values)
+    return (every[start : start + _VARIABLES] for start in range(0, len(every), _VARIABLES))
 
 
 def _record(row: Row[Any]) -> SandboxRecord:

@@ -8,7 +8,7 @@ import pytest
 from sqlalchemy.exc import OperationalError
 
 from managed_e2b import BackendError, SandboxCreateError, State, TemplateNotFoundError
-from managed_e2b.engine import reap, release
+from managed_e2b.engine import release
 
 from .conftest import Face, assert_nothing_left, remote_of, settle, states_of, until
 
@@ -129,8 +129,7 @@ async def test_what_a_release_could_not_prove_the_keeper_goes_on_with(
     await assert_nothing_left(lifecycle)
 
 
-async def test_what_a_reap_could_not_prove_is_gone_on_with(face: Face, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reap, "_PATIENCE", 0.0)
+async def test_what_a_reap_could_not_prove_is_gone_on_with(face: Face) -> None:
     lifecycle = face.open(opening_reap=False)
     dead = face.open()
     context = dead.acquire()
