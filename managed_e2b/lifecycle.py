@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import threading
@@ -25,13 +26,15 @@ from .engine.reap import Bounds, reap
 from .engine.reconcile import reconcile
 from .engine.release import release
 from .errors import ConfigError, Me2bError, SandboxLeakError
+from .exits import exits
 from .handle import AsyncSandboxHandle, SandboxHandle
-from .ledger import Ledger, open_engine
+from .ledger import Ledger, location, open_engine
 from .models import MAX_TIMEOUT, AcquireRequest, ReapReport, ReconcileReport, RemoteSandbox, SandboxRecord, State
 from .rules import states as _states
 from .rules.cleanup import wanted
 from .rules.leases import SECOND
 from .rules.limits import Caps
+from .watchdog.companion import companion
 
 HOBBY_CREATE_RATE = 1.0
 """Creates per second that E2B's smallest plan allows: the default for endpoints that are not on this machine."""
@@ -63,6 +66,7 @@ class _Lifecycle:
         env_file: str | os.PathLike[str] | None = None,
         label: str | None = None,
         opening_reap: bool = True,
+        watchdog: bool = True,
     ) -> None:
         """Open a lifecycle. It blocks for a moment: the ledger is opened, a local server started.
 
@@ -79,6 +83,8 @@ class _Lifecycle:
         e2b_api_url, e2b_key, env_file: another endpoint than the environment's; see `get_e2b_config`.
         label: a name for this owner in listings; the program's name by default.
         opening_reap: end at once, in the background, what dead owners left on this ledger.
+        watchdog: have a small process, one for all lifecycles of this one, that ends the sandboxes at once when this
+            process is killed. Not used by the local backend, whose sandboxes end with this process anyway.
 
         Raises ConfigError (LedgerError among them) and BackendUnavailableError.
         """
@@ -96,9 +102,11 @@ class _Lifecycle:
         self._reaper_max_iter = reaper_max_iter
         self._closed = False
         self._closing = threading.Lock()
+        self._ended = threading.Event()
         self._backend = open_backend(backend, e2b_api_url, e2b_key, env_file)
         try:
-            self._book = Ledger(open_engine(db_path))
+            ledger = open_engine(db_path)
+            self._book = Ledger(ledger)
         except BaseException:
             close_backend(self._backend)
             raise
@@ -132,7 +140,17 @@ class _Lifecycle:
             int(stale_timeout * SECOND),
         )
         self._keeper = Keeper(self._cleaner, _run, stale_after=stale_timeout, reap_at_start=opening_reap)
+        self._registration: dict[str, Any] | None = None
+        if watchdog and not self._backend.is_local:
+            self._registration = {
+                "owner": owner,
+                "ledger": location(ledger),
+                "account": self._backend.account,
+                "lease": lease,
+                "endpoint": dataclasses.asdict(self._backend.config),
+            }
         self._keeper.start()
+        exits.opened(self)
 
     def _driver(self, wakeup: Wakeup) -> AioDriver | BlockingDriver:
         raise NotImplementedError
@@ -149,7 +167,10 @@ class _Lifecycle:
 
     def _request(self, **values: Any) -> AcquireRequest:
         self._check_open()
-        return validated(**values)
+        request = validated(**values)
+        if self._registration is not None:
+            companion.watch(self.owner_id, self._registration)
+        return request
 
     def _check_open(self) -> None:
         if self._pid != os.getpid():
@@ -206,6 +227,12 @@ class _Lifecycle:
             with self._busy_lock:
                 self._busy.discard(ticket)
 
+    def end(self, timeout: float) -> None:
+        """See `exits.Endable`."""
+        deadline = time.monotonic() + timeout
+        self._shutdown(timeout)
+        self._ended.wait(max(0.0, deadline - time.monotonic()))
+
     def _shutdown(self, timeout: float) -> None:
         """Blocking; see `SandboxLifecycle.shutdown`."""
         with self._closing:
@@ -220,8 +247,11 @@ class _Lifecycle:
             left = self._end_all(deadline)
         finally:
             self._book.close_owner(self._engine.owner)
+            companion.dismiss(self._engine.owner, left_something=bool(left))
             close_backend(self._backend)
             self._book.close()
+            exits.closed(self)
+            self._ended.set()
         known = [record.sandbox_id for record in left if record.sandbox_id is not None]
         if known and not self._backend.is_local:  # the local server has just taken its sandboxes with it
             raise SandboxLeakError(
@@ -343,7 +373,10 @@ class SandboxLifecycle(_Lifecycle):
         does nothing: everything is the parent's.
         """
         if self._pid == os.getpid():
-            _run(self._engine.driver.finish(self._shutdown, timeout))
+            try:
+                _run(self._engine.driver.finish(self._shutdown, timeout))
+            finally:
+                exits.restore()
 
     def __enter__(self) -> SandboxLifecycle:
         return self
@@ -420,7 +453,10 @@ class AsyncSandboxLifecycle(_Lifecycle):
     async def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
         """See SandboxLifecycle.shutdown."""
         if self._pid == os.getpid():
-            await self._engine.driver.finish(self._shutdown, timeout)
+            try:
+                await self._engine.driver.finish(self._shutdown, timeout)
+            finally:
+                exits.restore()
 
     async def __aenter__(self) -> AsyncSandboxLifecycle:
         return self

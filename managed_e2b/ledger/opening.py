@@ -43,6 +43,14 @@ def open_engine(db_path: str | os.PathLike[str]) -> Engine:
     return engine
 
 
+def location(engine: Engine) -> str:
+    """What another process gives `open_engine`, wherever it runs, to open the same ledger. May hold a password."""
+    url = engine.url
+    if url.get_backend_name() == "sqlite":
+        url = url.set(database=os.path.abspath(url.database or ""))
+    return url.render_as_string(hide_password=False)
+
+
 def _url(db_path: str | os.PathLike[str]) -> URL:
     text_ = os.fspath(db_path)
     if not text_:
