@@ -49,14 +49,15 @@ class SandboxConfig(BaseModel):
     `timeout` is the hard limit of its life in whole seconds, 1 to 86,400: whatever happens, it is gone then.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    # Values of `envs` may be secrets: they show up neither in an error nor in a repr.
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     template: str | None = Field(default=None, min_length=1)
     image: str | None = Field(default=None, min_length=1)
     dockerfile: str | None = Field(default=None, min_length=1)
     timeout: int = Field(default=300, ge=1, le=MAX_TIMEOUT, strict=True)
     metadata: dict[str, str] = Field(default_factory=dict)
-    envs: dict[str, str] = Field(default_factory=dict)
+    envs: dict[str, str] = Field(default_factory=dict, repr=False)
     allow_internet_access: bool | None = None
 
     @field_validator("metadata", "envs", mode="before")
@@ -69,6 +70,8 @@ class SandboxConfig(BaseModel):
         for key, item in value.items():
             if not isinstance(key, str) or not isinstance(item, str):
                 raise ValueError(f"{key!r}: {type(item).__name__} is not a str; E2B takes strings only, use str(...)")
+            if not (key + item).isprintable() and any("\ud800" <= char <= "\udfff" for char in key + item):
+                raise ValueError(f"{key!r}: holds half a surrogate pair, which is no text and cannot be sent")
         return dict(value)
 
     @field_validator("metadata")
@@ -109,6 +112,10 @@ class AcquireRequest(SandboxConfig):
     """A config and how long to wait for a slot: `acquire_timeout` in seconds, None for as long as it takes."""
 
     acquire_timeout: float | None = Field(default=None, gt=0)
+
+
+UNKNOWN = "unknown"
+"""What a system without /proc tells of a boot or a pid namespace."""
 
 
 @dataclass(frozen=True)

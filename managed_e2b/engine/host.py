@@ -9,7 +9,7 @@ import socket
 import uuid
 from pathlib import Path
 
-from ..models import Host
+from ..models import UNKNOWN, Host
 
 
 @functools.cache
@@ -18,11 +18,11 @@ def here() -> Host:
     machine = (
         _read("/etc/machine-id") or _read("/var/lib/dbus/machine-id") or f"{socket.gethostname()}-{uuid.getnode()}"
     )
-    boot = _read("/proc/sys/kernel/random/boot_id") or "unknown"
+    boot = _read("/proc/sys/kernel/random/boot_id") or UNKNOWN
     try:
         namespace = os.readlink("/proc/self/ns/pid")
     except OSError:
-        namespace = "unknown"
+        namespace = UNKNOWN
     return Host(hashlib.sha256(f"managed-e2b {machine}".encode()).hexdigest()[:32], boot, namespace)
 
 

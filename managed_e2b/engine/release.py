@@ -91,7 +91,7 @@ async def _find(engine: Engine, record: SandboxRecord, deadline: float) -> list[
     attempt = 0
     while True:
         found = await lookup(engine, record.ticket)
-        if found:
+        if len(found) == 1:  # more than one: none of them alone tells that all are dead
             await engine.driver.ledger(engine.book.found, record.ticket, found[0])
         if found or time.monotonic() >= deadline:
             return found

@@ -28,7 +28,8 @@ def renewal(record: SandboxRecord, now: int) -> int | None:
         return None
     if record.remote_expiry >= record.hard_deadline or now >= record.hard_deadline:
         return None
-    if record.remote_expiry - now > record.lease * SECOND // 2:
+    # More than a whole lease left cannot be: the clock was set back, and the time of the last renewal is not known.
+    if record.lease * SECOND // 2 < record.remote_expiry - now <= record.lease * SECOND:
         return None
     return max(1, math.ceil(min(record.lease * SECOND, record.hard_deadline - now) / SECOND))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..models import Host, Owner
+from ..models import UNKNOWN, Host, Owner
 
 
 def is_alive(owner: Owner, here: Host, observed_start: int | None, now: int) -> bool:
@@ -15,11 +15,10 @@ def is_alive(owner: Owner, here: Host, observed_start: int | None, now: int) -> 
         return False
     if sees_its_process(owner, here):
         return observed_start == owner.pid_started
-    if owner.host.machine_id == here.machine_id and owner.host.boot_id != here.boot_id:
-        return False  # this machine has been restarted since
+    # Not "same machine, another boot: dead": images and cloned machines carry one machine id to many hosts.
     return now - owner.heartbeat <= owner.stale_after
 
 
 def sees_its_process(owner: Owner, here: Host) -> bool:
-    """Whether the owner's pid means on this host what it meant to the owner."""
-    return owner.host == here
+    """Whether the owner's pid means on this host what it meant to the owner, and can be looked up here."""
+    return owner.host == here and UNKNOWN not in (here.boot_id, here.pid_namespace) and owner.pid_started > 0

@@ -27,6 +27,10 @@ def test_a_renewal_is_due_at_half_the_lease() -> None:
     assert leases.renewal(RECORD, 150 * SECOND) == 300
 
 
+def test_a_clock_that_was_set_back_does_not_put_a_renewal_off() -> None:
+    assert leases.renewal(RECORD, -3600 * SECOND) == 300
+
+
 def test_the_last_renewal_ends_at_the_hard_deadline() -> None:
     record = dataclasses.replace(RECORD, remote_expiry=3500 * SECOND)
     assert leases.renewal(record, 3400 * SECOND) == 200

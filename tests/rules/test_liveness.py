@@ -33,8 +33,18 @@ def test_another_container_of_the_machine_is_another_host() -> None:
     assert is_alive(OWNER, dataclasses.replace(HERE, pid_namespace="pid:[2]"), None, 0)
 
 
-def test_a_restart_of_the_machine_ends_all_its_owners() -> None:
-    assert not is_alive(OWNER, dataclasses.replace(HERE, boot_id="boot2"), 1000, 0)
+def test_a_machine_with_the_same_id_may_be_a_clone_so_the_heartbeat_decides() -> None:
+    clone = dataclasses.replace(HERE, boot_id="boot2")
+    assert is_alive(OWNER, clone, None, 600 * SECOND)
+    assert not is_alive(OWNER, clone, None, 600 * SECOND + 1)
+
+
+@pytest.mark.parametrize("field", ["boot_id", "pid_namespace"])
+def test_on_a_system_without_proc_the_heartbeat_decides(field: str) -> None:
+    host = dataclasses.replace(HERE, **{field: "unknown"})
+    owner = dataclasses.replace(OWNER, host=host, pid_started=0)
+    assert is_alive(owner, host, None, 600 * SECOND)
+    assert is_alive(dataclasses.replace(OWNER, pid_started=0), HERE, None, 600 * SECOND)
 
 
 def test_an_owner_that_said_goodbye_is_dead_though_its_process_runs() -> None:
