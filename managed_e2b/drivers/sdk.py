@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
+import re
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from importlib.metadata import version
@@ -34,16 +36,24 @@ SDK_VERSION = version("e2b")
 
 NativeSandbox = e2b.Sandbox | e2b.AsyncSandbox
 
-# Newer than the oldest SDK that is supported (2.45).
+# Newer than the oldest SDK that is supported (2.45), which says "timeout" of a sandbox that is gone, too.
 _NotRunning: type[Exception] | None = getattr(sdk_errors, "SandboxNotRunningException", None)
 _Unreachable: type[Exception] | None = getattr(sdk_errors, "SandboxUnreachableException", None)
 _ServiceBusy: type[Exception] | None = getattr(sdk_errors, "ServiceBusyException", None)
 
 
+CONTROL_TIMEOUT = 15.0
+"""Seconds for a kill, a look or a renewal: they are asked again, so that none may hang for the SDK's minute."""
+
+_used_by: int | None = None
+"""The process that made the first call. The SDK's HTTP client has threads of its own, which a fork leaves behind."""
+
+
 class Sdk:
-    """Calls to one endpoint with one key. Nothing is read from or written to the environment."""
+    """Calls to one endpoint with one key. Nothing is written to the environment."""
 
     def __init__(self, config: E2BConfig, *, is_async: bool) -> None:
+        _check_process(config.endpoint)
         self.endpoint = config.endpoint
         self._class: Any = e2b.AsyncSandbox if is_async else e2b.Sandbox
         self._is_async = is_async
@@ -55,6 +65,8 @@ class Sdk:
         }
         self._options: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
         self._options["debug"] = False  # E2B_DEBUG would turn create and kill into no-ops
+        self._options["validate_api_key"] = False  # other endpoints have other keys; newer SDKs do not look
+        self._control = {**self._options, "request_timeout": CONTROL_TIMEOUT}
         create = inspect.signature(self._class.create).parameters
         self._keyed = "idempotency_key" in create
         self._has_retries = "retries" in getattr(e2b.ConnectionConfig.__init__, "__annotations__", {})
@@ -79,6 +91,7 @@ class Sdk:
             options["idempotency_key"] = idempotency_key
         if allow_internet_access is not None:
             options["allow_internet_access"] = allow_internet_access
+        self._begin()
         try:
             sandbox: Any = self._class.create(
                 template, timeout=timeout, metadata=dict(metadata), envs=dict(envs), **options
@@ -86,7 +99,7 @@ class Sdk:
             if inspect.isawaitable(sandbox):
                 sandbox = await sandbox
         except Exception as error:
-            if getattr(error, "status_code", None) == 404:
+            if _status(error) == 404:
                 raise TemplateNotFoundError(
                     f"{self.endpoint} has no template {template!r}: check its name with `e2b template list`", status=404
                 ) from error
@@ -122,14 +135,16 @@ class Sdk:
 
     async def adopt(self, sandbox_id: str, seconds: int) -> NativeSandbox:
         """A native object for a sandbox of ours whose create was not answered."""
-        sandbox = await self._call("connect to a sandbox", self._class.connect, sandbox_id, seconds)
+        sandbox = await self._call_bare(
+            "connect to a sandbox", self._class.connect, sandbox_id, seconds, **self._options
+        )
         return sandbox  # type: ignore[no-any-return]
 
     async def pages(self, metadata: Mapping[str, str] | None = None) -> AsyncIterator[list[RemoteSandbox]]:
         """Running and paused sandboxes, a page at a time. A clue, never a proof."""
         states = [e2b.SandboxState.RUNNING, e2b.SandboxState.PAUSED]
         query = e2b.SandboxQuery(state=states, metadata=dict(metadata) if metadata else None)
-        paginator: Any = self._class.list(query=query, **self._options)
+        paginator: Any = self._class.list(query=query, **self._control)
         while paginator.has_next:
             page = await self._call_bare("list sandboxes", paginator.next_items)
             yield [_remote(item) for item in page]
@@ -153,6 +168,7 @@ class Sdk:
         `timeout` in seconds, 0 for none. Raises DeadlineExceeded, StreamBroken, BackendError.
         """
         native: Any = sandbox
+        self._begin()
         try:
             started = native.commands.run(
                 command,
@@ -174,6 +190,8 @@ class Sdk:
         except Exception as error:
             if _is_deadline(error):
                 raise DeadlineExceeded(str(error)) from error
+            if isinstance(error, sdk_errors.AuthenticationException):  # of envd, not of the key: no such user
+                raise BackendError(f"cannot run a command at {self.endpoint}: {error}", status=401) from error
             if type(error) is Exception:  # the SDK's word for "the stream ended without an end event"
                 raise StreamBroken(str(error)) from error
             raise self._mapped(error, "run a command") from error
@@ -196,14 +214,20 @@ class Sdk:
     # -- inside ---------------------------------------------------------------------------------------------
 
     async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
-        return await self._call_bare(what, function, *args, **self._options)
+        return await self._call_bare(what, function, *args, **self._control)
 
     async def _call_bare(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._begin()
         try:
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
         except Exception as error:
             raise self._mapped(error, what) from error
+
+    def _begin(self) -> None:
+        global _used_by
+        _check_process(self.endpoint)
+        _used_by = os.getpid()
 
     def _sinks(self, on_stdout: Callable[[bytes], object], on_stderr: Callable[[bytes], object]) -> dict[str, Any]:
         return self._wait_sinks(on_stdout, on_stderr) if self._is_async else {}
@@ -226,13 +250,29 @@ class Sdk:
             return RateLimitedError(f"{told}: too many requests or sandboxes ({error})")
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
             return BackendUnavailableError(f"{told}: it cannot be reached; is the URL right and the server running?")
-        if _NotRunning is not None and isinstance(error, _NotRunning):
+        if isinstance(error, _NotRunning or sdk_errors.TimeoutException):  # a hint: a per-id answer decides
             return SandboxNotRunning(f"{told}: {error}")
         if _ServiceBusy is not None and isinstance(error, _ServiceBusy):
             return BackendError(f"{told}: {error}", status=503)
         if isinstance(error, json.JSONDecodeError | KeyError):
             return BackendError(f"{told}: it answered what no E2B API answers ({type(error).__name__})")
-        return BackendError(f"{told}: {error}", status=getattr(error, "status_code", None))
+        return BackendError(f"{told}: {error}", status=_status(error))
+
+
+def _check_process(endpoint: str) -> None:
+    if _used_by not in (None, os.getpid()):
+        raise BackendUnavailableError(
+            f"cannot reach {endpoint} from a process that was forked after E2B's SDK had been used: its HTTP client "
+            'would hang. Start workers with the "spawn" or "forkserver" method of multiprocessing, or fork earlier'
+        )
+
+
+def _status(error: Exception) -> int | None:
+    """The HTTP status of an API answer. SDKs before `status_code` have it at the beginning of their message only."""
+    if hasattr(error, "status_code") or not isinstance(error, sdk_errors.SandboxException):
+        return getattr(error, "status_code", None)
+    found = re.match(r"([45]\d\d): ", str(error))
+    return int(found[1]) if found else None
 
 
 def _is_deadline(error: Exception) -> bool:

@@ -157,7 +157,11 @@ class _Attempt:
             raise error
         found: list[str] = []
         if error.status != 401:  # a refused key cannot list either
-            found = await lookup(engine, ticket)
+            try:
+                found = await lookup(engine, ticket)
+            except BackendError:
+                if verdict is failures.Verdict.REFUSED:
+                    raise error from None  # what failed first; the release looks again
         if found and verdict is failures.Verdict.UNKNOWN:
             return await engine.driver.sdk.adopt(found[0], seconds)
         if verdict is failures.Verdict.REFUSED:

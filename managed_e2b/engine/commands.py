@@ -73,8 +73,8 @@ async def run(
     """See `SandboxHandle.run`."""
     if timeout is not None and timeout <= 0:
         raise ValidationError(f"run(timeout={timeout!r}): seconds above 0, or None for no limit of its own")
-    if not command or "\0" in command:
-        raise ValidationError("run(): a command is a non-empty line for bash, without NUL")
+    if not isinstance(command, str) or not command or "\0" in command:
+        raise ValidationError("run(): a command is a non-empty str, a line for bash, without NUL")
     await ensure_held(engine, acquired)
     out, err = _Sink(on_stdout), _Sink(on_stderr)
     mark = uuid.uuid4().hex
@@ -93,18 +93,18 @@ async def run(
             cwd=cwd,
             timeout=timeout or 0,
         )
-    except DeadlineExceeded:
-        if timeout is None or time.monotonic() - started < timeout * 0.9:
+    except BackendError as error:
+        if (failure := out.failure or err.failure) is not None:
+            await _kill_marked(engine, acquired, mark, user)
+            raise failure from None  # the caller's own, from a callback
+        if isinstance(error, StreamBroken | SandboxNotRunning):
+            raise await broken(engine, acquired, error) from error
+        if not isinstance(error, DeadlineExceeded):
             raise
+        if timeout is None or time.monotonic() - started < timeout * 0.9:
+            raise await broken(engine, acquired, error) from error  # an older SDK's word for a sandbox that is gone
         exit_code, timed_out = -1, True
         await _kill_marked(engine, acquired, mark, user)
-    except (StreamBroken, SandboxNotRunning) as error:
-        raise await broken(engine, acquired, error) from error
-    except BackendError:
-        if (failure := out.failure or err.failure) is None:
-            raise
-        await _kill_marked(engine, acquired, mark, user)
-        raise failure from None  # the caller's own, from a callback
     finally:
         out.close()
         err.close()
@@ -177,7 +177,7 @@ async def _kill_marked(engine: Engine, acquired: Acquired, mark: str, user: str 
                 cwd="/",
                 timeout=30,
             )
-        except (StreamBroken, SandboxNotRunning) as error:
+        except (StreamBroken, SandboxNotRunning, DeadlineExceeded) as error:
             raise await broken(engine, acquired, error) from error
         left = told.data.decode("ascii", errors="replace").strip()
         if not left:

@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
-from managed_e2b import CommandError, CommandTimeoutError, StageError, ValidationError
+from managed_e2b import (
+    AuthenticationError,
+    BackendError,
+    CommandError,
+    CommandTimeoutError,
+    StageError,
+    ValidationError,
+)
 
 from .conftest import Face, settle
 
@@ -88,12 +95,17 @@ async def test_callbacks_are_told_whole_characters_as_they_come(handle: Any) -> 
     assert "\ufffd" not in "".join(out)
 
 
-async def test_an_exception_of_a_callback_comes_out(handle: Any) -> None:
-    def callback(_text: str) -> None:
-        raise LookupError("mine")
+@pytest.mark.parametrize("kind", [LookupError, Exception])
+async def test_an_exception_of_a_callback_comes_out_and_ends_the_command(handle: Any, kind: type[Exception]) -> None:
+    error = kind("mine")
 
-    with pytest.raises(LookupError, match="mine"):
-        await settle(handle.run("echo x; sleep 0.1", on_stdout=callback))
+    def callback(_text: str) -> None:
+        raise error
+
+    with pytest.raises(kind) as caught:
+        await settle(handle.run("echo x; exec sleep 4321", on_stdout=callback))
+    assert caught.value is error
+    assert not (await settle(handle.run("pgrep -f '[s]leep 4321'"))).ok
     assert (await settle(handle.run("echo still here"))).ok
 
 
@@ -111,14 +123,20 @@ async def test_stdin(handle: Any, stdin: str | bytes) -> None:
     assert (await settle(handle.run("ls -A /tmp"))).stdout == ""
 
 
+async def test_a_user_that_is_not_there_is_not_a_refused_key(handle: Any) -> None:
+    with pytest.raises(BackendError, match="nosuchuser") as caught:
+        await settle(handle.run("true", user="nosuchuser"))
+    assert not isinstance(caught.value, AuthenticationError)
+
+
 async def test_without_stdin_a_command_reads_an_end(handle: Any) -> None:
     assert (await settle(handle.run("cat; echo done", timeout=10))).stdout == "done\n"
 
 
 @pytest.mark.parametrize(
-    ("command", "options"), [("", {}), ("a\0b", {}), ("true", {"timeout": 0}), ("true", {"timeout": -1})]
+    ("command", "options"), [("", {}), ("a\0b", {}), (["ls"], {}), ("true", {"timeout": 0}), ("true", {"timeout": -1})]
 )
-async def test_what_cannot_be_run_is_refused(handle: Any, command: str, options: dict[str, Any]) -> None:
+async def test_what_cannot_be_run_is_refused(handle: Any, command: Any, options: dict[str, Any]) -> None:
     with pytest.raises(ValidationError):
         await settle(handle.run(command, **options))
 
