@@ -82,7 +82,7 @@ class _Lifecycle:
         backend: "local" runs sandboxes on this machine, on a server started for this process.
         e2b_api_url, e2b_key, env_file: another endpoint than the environment's; see `get_e2b_config`.
         label: a name for this owner in listings; the program's name by default.
-        opening_reap: end at once, in the background, what dead owners left on this ledger.
+        opening_reap: end in the background what dead owners left on this ledger, at once and then every minute.
         watchdog: have a small process, one for all lifecycles of this one, that ends the sandboxes at once when this
             process is killed. Not used by the local backend, whose sandboxes end with this process anyway.
 
@@ -139,7 +139,7 @@ class _Lifecycle:
             label or _program(),
             int(stale_timeout * SECOND),
         )
-        self._keeper = Keeper(self._cleaner, _run, stale_after=stale_timeout, reap_at_start=opening_reap)
+        self._keeper = Keeper(self._cleaner, _run, stale_after=stale_timeout, reaps=opening_reap)
         self._registration: dict[str, Any] | None = None
         if watchdog and not self._backend.is_local:
             self._registration = {

@@ -1,8 +1,8 @@
 """Threads of every open lifecycle, on both faces: a blocked event loop must not look like a crash.
 
 They run the engine's own code on the blocking driver: the owner's heartbeat; the leases; what nobody holds any more
-and what is still `cleaning`. Each has a thread of its own: a DELETE that hangs must not cost the living their lease,
-nor an endpoint that hangs the owner its heartbeat.
+and what is still `cleaning`; what dead owners left. Each has a thread of its own: a DELETE that hangs must not cost the
+living their lease, nor an endpoint that hangs the owner its heartbeat.
 """
 
 from __future__ import annotations
@@ -20,12 +20,15 @@ from ..errors import BackendError
 from ..models import SandboxRecord, State
 from ..rules import leases
 from .base import Engine
-from .reap import reap
+from .reap import Bounds, reap
 
 logger = logging.getLogger("managed_e2b")
 
 TICK = 1.0
 """Seconds between two looks at what was abandoned; heartbeats and leases have their own, longer interval."""
+
+REAP_INTERVAL = 60.0
+"""Seconds between two looks for owners that died."""
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -33,7 +36,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 class Keeper:
     """See the module. `run` drives a coroutine of the engine over the blocking driver."""
 
-    def __init__(self, engine: Engine, run: Run, *, stale_after: float, reap_at_start: bool) -> None:
+    def __init__(self, engine: Engine, run: Run, *, stale_after: float, reaps: bool) -> None:
         self._engine = engine
         self._run = run
         self._stop = threading.Event()
@@ -41,8 +44,10 @@ class Keeper:
         self._threads = [
             self._thread("beat", interval, self._beat),
             self._thread("leases", interval, self._renew),
-            self._thread("sweep", TICK, self._sweep, first=self._reap if reap_at_start else None),
+            self._thread("sweep", TICK, self._sweep),
         ]
+        if reaps:
+            self._threads.append(self._thread("reap", REAP_INTERVAL, self._reap, at_once=True))
 
     def start(self) -> None:
         for thread in self._threads:
@@ -56,11 +61,11 @@ class Keeper:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _thread(
-        self, name: str, interval: float, step: Callable[[], object], first: Callable[[], object] | None = None
+        self, name: str, interval: float, step: Callable[[], object], *, at_once: bool = False
     ) -> threading.Thread:
         def main() -> None:
-            if first is not None:
-                self._guarded(first)
+            if at_once:
+                self._guarded(step)
             while not self._stop.wait(interval):
                 self._guarded(step)
 
@@ -99,7 +104,7 @@ class Keeper:
             engine.clean(record.ticket, "vanished: the backend does not know it any more", patience=0.0)
 
     def _reap(self) -> None:
-        self._run(reap(self._engine))
+        self._run(reap(self._engine, bounds=Bounds(stopped=self._stop.is_set)))
 
     def _sweep(self) -> None:
         engine = self._engine
