@@ -9,6 +9,8 @@ import pytest
 from managed_e2b.local.background import LocalServerError, LocalServerProcess
 from managed_e2b.local.runtime.doctor import examine
 
+pytest_plugins = ["managed_e2b.testing.fixtures"]
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[LocalServerProcess]:

@@ -16,6 +16,7 @@ from managed_e2b.cli.options import AsJson
 from managed_e2b.cli.output import fail, message
 
 if TYPE_CHECKING:
+    from managed_e2b.local.chaos.rules import Script
     from managed_e2b.local.server import LocalServer
 
 DEFAULT_PORT = 7820
@@ -28,25 +29,58 @@ def serve(
     data_dir: Annotated[
         Path | None, typer.Option("--data-dir", metavar="DIR", help="Where sandboxes keep their files while they live.")
     ] = None,
+    chaos: Annotated[
+        str | None,
+        typer.Option(
+            "--chaos",
+            metavar="RULES",
+            help="For tests: fail on purpose, by a JSON file or JSON; '{}' only lets tests ask for it.",
+        ),
+    ] = None,
+    chaos_seed: Annotated[
+        int | None,
+        typer.Option("--chaos-seed", metavar="N", help="The seed of all chance in --chaos, in place of the script's."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the local E2B-compatible server until Ctrl-C or SIGTERM; its sandboxes end with it.
 
     It listens on the loopback address only. The API key is E2B_API_KEY when that is set, else one that the server
     makes and keeps readable for you alone: `me2b env` prints what any E2B SDK needs. With --json one line
-    `{"url": ..., "pid": ...}` tells when it listens.
+    `{"url": ..., "pid": ...}` tells when it listens. With --chaos whoever has the key can make it fail on purpose
+    (docs/testing.md): for tests only.
     """
     try:
         from managed_e2b.local.server import run_server
     except ModuleNotFoundError as error:
         fail(f"the local server needs the extra 'local' ({error.name} is missing): pip install 'managed-e2b[local]'")
+    script = None if chaos is None else _script(chaos, chaos_seed)
+    if script is None and chaos_seed is not None:
+        fail("--chaos-seed needs --chaos")
     logging.basicConfig(level=logging.WARNING, format="me2b serve: %(message)s")
     try:
-        run_server(port, data_dir=data_dir, announce=_print_ready if as_json else _tell_ready)
+        run_server(port, data_dir=data_dir, chaos=script, announce=_print_ready if as_json else _tell_ready)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             fail(f"port {port} is taken: choose another with --port, or --port 0 for a free one")
         fail(f"the server cannot run: {error}")
+
+
+def _script(given: str, seed: int | None) -> Script:
+    from pydantic import ValidationError
+
+    from managed_e2b.local.chaos.rules import Script
+
+    try:
+        text = given if given.lstrip().startswith("{") else Path(given).read_text(encoding="utf-8")
+        script = Script.model_validate_json(text)
+    except ValidationError as error:
+        problem = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(str(part) for part in problem["loc"])
+        fail(f"--chaos: {place + ': ' if place else ''}{problem['msg']}")
+    except (OSError, UnicodeDecodeError) as error:
+        fail(f"--chaos: neither JSON that begins with {{ nor a file that can be read: {error}")
+    return script if seed is None else script.model_copy(update={"seed": seed})
 
 
 def _tell_ready(server: LocalServer) -> None:

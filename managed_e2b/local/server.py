@@ -205,7 +205,11 @@ def _default_runtime(data_dir: Path | None) -> Runtime:
 
 
 def run_server(
-    port: int, *, data_dir: Path | None = None, announce: Callable[[LocalServer], None] | None = None
+    port: int,
+    *,
+    data_dir: Path | None = None,
+    chaos: Script | None = None,
+    announce: Callable[[LocalServer], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then kill all sandboxes and return: `me2b serve`.
 
@@ -213,7 +217,7 @@ def run_server(
     `announce` is called once the server listens. Raises RuntimeUnavailable, and OSError: for the port, or for the
     state file when nothing else tells the key.
     """
-    asyncio.run(_run(LocalServer(port, keys.choose_api_key(os.environ), data_dir), announce))
+    asyncio.run(_run(LocalServer(port, keys.choose_api_key(os.environ), data_dir, chaos=chaos), announce))
 
 
 async def _run(server: LocalServer, announce: Callable[[LocalServer], None] | None) -> None:
