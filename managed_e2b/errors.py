@@ -41,7 +41,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
-    from .models import CommandResult
+    from .models import CommandResult, Holder
 
 
 class Me2bError(Exception):
@@ -65,9 +65,9 @@ class StateTransitionError(Me2bError):
 
 
 class AcquireTimeoutError(Me2bError, TimeoutError):
-    """No slot came free in time. `holders` describes the rows that hold the slots."""
+    """No slot came free in time. `holders` are the sandboxes that hold the slots: ids, owners, ages, states."""
 
-    def __init__(self, message: str, *, holders: Sequence[str] = ()) -> None:
+    def __init__(self, message: str, *, holders: Sequence[Holder] = ()) -> None:
         super().__init__(message)
         self.holders = tuple(holders)
 

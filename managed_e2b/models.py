@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 __all__ = [
     "AcquireRequest",
     "CommandResult",
+    "Holder",
     "Host",
     "Owner",
     "PortForward",
@@ -168,6 +169,26 @@ class SandboxRecord:
     running_at: int | None
     cleaning_at: int | None
     ended_at: int | None
+    refused_at: int | None = None
+    """While it is `creating`: its last create was answered by a 429, and it waits in line for the next try."""
+
+
+@dataclass(frozen=True)
+class Holder:
+    """A sandbox that holds a slot which somebody else waited for. `age` in seconds since it had the slot."""
+
+    sandbox_id: str | None
+    """None while its create is not answered."""
+    ticket: str
+    state: State
+    age: float
+    owner: str
+    label: str
+    """The owner's name, as it gave it."""
+
+    def __str__(self) -> str:
+        name = self.sandbox_id or f"ticket {self.ticket}"
+        return f"{name} {self.state} for {self.age:.0f} s, owner {self.owner} ({self.label})"
 
 
 @dataclass(frozen=True)
@@ -190,7 +211,8 @@ class CommandResult:
 
     `stdout` and `stderr` are its output as text (UTF-8, what is broken replaced by U+FFFD); the bytes as
     they came are in `stdout_bytes` and `stderr_bytes`. `exit_code` is -1 when it was killed by a signal or
-    timed out. `duration` is in seconds, as the caller saw it.
+    timed out. `duration` is in seconds, as the caller saw it. `output_lost`: the connection to the sandbox was cut while
+    it ran; the exit code is its true one, but output written before it was picked up again may be missing.
     """
 
     stdout_bytes: bytes = field(repr=False)
@@ -198,6 +220,7 @@ class CommandResult:
     exit_code: int
     timed_out: bool
     duration: float
+    output_lost: bool = False
 
     @property
     def stdout(self) -> str:

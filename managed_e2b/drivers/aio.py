@@ -33,24 +33,29 @@ class AioDriver:
             raise cancelled
         return future.result()
 
-    async def wait(self, timeout: float) -> None:
+    @property
+    def told(self) -> int:
+        return self._wakeup.count
+
+    async def wait(self, timeout: float, key: str | None = None, since: int | None = None) -> None:
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
         def wake() -> None:
             _tell(loop, woken.set)
 
-        self._wakeup.subscribe(wake)
+        if not self._wakeup.subscribe(wake, key, since):
+            return
         try:
             async with asyncio.timeout(timeout):
                 await woken.wait()
         except TimeoutError:
             return
         finally:
-            self._wakeup.unsubscribe(wake)
+            self._wakeup.unsubscribe(wake, key)
 
-    def notify(self) -> None:
-        self._wakeup.notify()
+    def notify(self, key: str | None = None) -> None:
+        self._wakeup.notify(key)
 
     async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         future = self._background.start(function, *args, **kwargs)
@@ -58,6 +63,9 @@ class AioDriver:
         if cancelled is not None:
             raise cancelled
         return future.result()
+
+    def begin(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._background.start(function, *args, **kwargs)
 
     def join(self, timeout: float) -> bool:
         return self._background.join(timeout)

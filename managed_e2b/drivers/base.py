@@ -13,23 +13,40 @@ T = TypeVar("T")
 
 
 class Wakeup:
-    """Tells waiters, whatever thread or loop they are in, that something may have changed (a slot came free)."""
+    """Tells waiters, whatever thread or loop they are in, that something may have changed (a slot came free).
+
+    Who waits under a `key` is woken by that key only: a thousand that stand in line need not all be woken for one slot.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._callbacks: set[Callable[[], object]] = set()
+        self._callbacks: dict[str | None, set[Callable[[], object]]] = {}
+        self._count = 0
 
-    def subscribe(self, callback: Callable[[], object]) -> None:
-        with self._lock:
-            self._callbacks.add(callback)
+    @property
+    def count(self) -> int:
+        """How often it was told so far, by any key."""
+        return self._count
 
-    def unsubscribe(self, callback: Callable[[], object]) -> None:
+    def subscribe(self, callback: Callable[[], object], key: str | None = None, since: int | None = None) -> bool:
+        """False, and nothing is subscribed, when it was told after `since`: what was seen then may be so no more."""
         with self._lock:
-            self._callbacks.discard(callback)
+            if since is not None and since != self._count:
+                return False
+            self._callbacks.setdefault(key, set()).add(callback)
+            return True
 
-    def notify(self) -> None:
+    def unsubscribe(self, callback: Callable[[], object], key: str | None = None) -> None:
         with self._lock:
-            callbacks = tuple(self._callbacks)
+            callbacks = self._callbacks.get(key, set())
+            callbacks.discard(callback)
+            if not callbacks:
+                self._callbacks.pop(key, None)
+
+    def notify(self, key: str | None = None) -> None:
+        with self._lock:
+            self._count += 1
+            callbacks = tuple(self._callbacks.get(key, ()))
         for callback in callbacks:
             callback()
 

@@ -27,16 +27,21 @@ class BlockingDriver:
     async def ledger(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
-    async def wait(self, timeout: float) -> None:
+    @property
+    def told(self) -> int:
+        return self._wakeup.count
+
+    async def wait(self, timeout: float, key: str | None = None, since: int | None = None) -> None:
         woken = threading.Event()
-        self._wakeup.subscribe(woken.set)
+        if not self._wakeup.subscribe(woken.set, key, since):
+            return
         try:
             woken.wait(timeout)
         finally:
-            self._wakeup.unsubscribe(woken.set)
+            self._wakeup.unsubscribe(woken.set, key)
 
-    def notify(self) -> None:
-        self._wakeup.notify()
+    def notify(self, key: str | None = None) -> None:
+        self._wakeup.notify(key)
 
     async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         with _SigintDeferred() as sigint:
@@ -48,6 +53,9 @@ class BlockingDriver:
             with sigint:
                 sigint.wait(grace=CANCEL_GRACE)
         return future.result()
+
+    def begin(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        self._background.start(function, *args, **kwargs)
 
     def join(self, timeout: float) -> bool:
         return self._background.join(timeout)

@@ -13,8 +13,11 @@ from typing import Any
 from ..ledger import Ledger
 from ..rules.cleanup import OWNER as OWNER
 from ..rules.cleanup import TICKET as TICKET
+from ..rules.leases import SECOND
 from ..rules.limits import Caps
+from . import host
 from .driver import Driver
+from .line import Line
 
 
 class Scope:
@@ -40,11 +43,26 @@ class Engine:
     abandoned: collections.deque[str] = field(default_factory=collections.deque)
     """Tickets whose scope was dropped without a release; the keeper releases them."""
 
+    end_command: Callable[..., None] = lambda *_: None
+    """Ends a command that nobody waits for any more, on the blocking driver: see `commands.end`."""
+
+    began: dict[str, tuple[int, float]] = field(default_factory=dict)
+    """When the sandboxes in use here were asked for: by the ledger's clock, and by one that nobody sets."""
+
+    line: Line = field(default_factory=Line)
     pid: int = field(default_factory=os.getpid)
 
     def is_ours(self) -> bool:
         """False in a forked child: it owns nothing, and what its parent holds is none of its business."""
         return os.getpid() == self.pid
+
+    def now_of(self, ticket: str) -> int:
+        """The time by which a row of ours is judged: the ledger's clock, without what it was set by since its create.
+
+        A clock that somebody sets three days ahead must not end what has an hour left, nor one set back keep it.
+        """
+        began = self.began.get(ticket)
+        return self.book.now() if began is None else began[0] + int((host.steady() - began[1]) * SECOND)
 
     def open_scope(self) -> Scope:
         """A new ticket, made before anything is written or sent."""
@@ -64,6 +82,8 @@ class Acquired:
     """The native `e2b.Sandbox` or `e2b.AsyncSandbox`."""
     released: bool = False
     """Whether its `with` block has been left."""
+    paused: bool = False
+    """Whether it was found paused by somebody else when it was last looked at."""
 
     @property
     def ticket(self) -> str:

@@ -10,10 +10,12 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from ..errors import Me2bError
 from ..models import RemoteSandbox
 
 P = ParamSpec("P")
 T = TypeVar("T")
+E = TypeVar("E", bound=Me2bError)
 
 
 class Sdk(Protocol):
@@ -47,6 +49,7 @@ class Sdk(Protocol):
         sandbox: Any,
         command: str,
         *,
+        on_start: Callable[[int], object],
         on_stdout: Callable[[bytes], object],
         on_stderr: Callable[[bytes], object],
         envs: Mapping[str, str],
@@ -55,9 +58,26 @@ class Sdk(Protocol):
         timeout: float,
     ) -> int: ...
 
+    async def attach(
+        self,
+        sandbox: Any,
+        pid: int,
+        *,
+        on_start: Callable[[int], object],
+        on_stdout: Callable[[bytes], object],
+        on_stderr: Callable[[bytes], object],
+        timeout: float,
+    ) -> int: ...
+
+    async def pid_of(self, sandbox: Any, name: str, value: str) -> int | None: ...
+
     async def write_file(self, sandbox: Any, path: str, data: bytes, user: str | None) -> None: ...
 
     async def read_file(self, sandbox: Any, path: str, user: str | None) -> bytes: ...
+
+    def blocking(self, sandbox: Any) -> Any: ...
+
+    def error(self, kind: type[E]) -> type[E]: ...
 
 
 class Driver(Protocol):
@@ -70,12 +90,20 @@ class Driver(Protocol):
         """Run a short blocking function. Once begun it is never abandoned: a cancellation is raised after its end."""
         ...
 
-    async def wait(self, timeout: float) -> None:
-        """Wait until `notify` is called, on whatever thread, or `timeout` seconds have passed."""
+    @property
+    def told(self) -> int:
+        """How often `notify` was called so far."""
         ...
 
-    def notify(self) -> None:
-        """Wake all that `wait`, on both faces and in the keeper: a slot may have come free."""
+    async def wait(self, timeout: float, key: str | None = None, since: int | None = None) -> None:
+        """Wait until `notify` is called with this key, on whatever thread, or `timeout` seconds have passed.
+
+        `since`, what `told` was before the caller looked: it returns at once when `notify` was called after that.
+        """
+        ...
+
+    def notify(self, key: str | None = None) -> None:
+        """Wake all that `wait` under this key, on both faces and in the keeper; without one: a slot may be free."""
         ...
 
     async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
@@ -86,6 +114,10 @@ class Driver(Protocol):
         remembered; the last one is raised when the cleanup is done, or a grace time after the first one came:
         the cleanup then goes on in the background, and `join` waits for it.
         """
+        ...
+
+    def begin(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
+        """As `finish`, and wait for nothing: only `join` does."""
         ...
 
     def join(self, timeout: float) -> bool:

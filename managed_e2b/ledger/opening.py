@@ -12,7 +12,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, Operati
 
 from ..errors import LedgerError
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest revision in `migrations/versions`; a test holds the two together."""
 
 READ_ONLY = "me2b_read_only"
@@ -29,7 +29,7 @@ def open_engine(db_path: str | os.PathLike[str]) -> Engine:
     """
     url = _url(db_path)
     try:
-        engine = _sqlite(url) if url.get_backend_name() == "sqlite" else create_engine(url, pool_pre_ping=True)
+        engine = _sqlite(url) if url.get_backend_name() == "sqlite" else _postgres(url)
     except ModuleNotFoundError as error:
         raise LedgerError("PostgreSQL needs a driver: pip install 'managed-e2b[postgres]'") from error
     try:
@@ -52,16 +52,16 @@ def location(engine: Engine) -> str:
 
 
 def _url(db_path: str | os.PathLike[str]) -> URL:
-    text_ = os.fspath(db_path)
-    if not text_:
-        raise LedgerError("db_path is empty: give a file for SQLite, or a postgresql:// URL")
+    text_ = os.fspath(db_path) if isinstance(db_path, str | os.PathLike) else ""
+    if not isinstance(text_, str) or not text_:
+        raise LedgerError(f"db_path={db_path!r}: give a file for SQLite, or a postgresql:// URL")
     if "://" in text_:
         try:
             url = make_url(text_)
             if url.drivername in ("postgresql", "postgres"):
                 url = url.set(drivername="postgresql+psycopg")
             backend = url.get_dialect().name
-        except (ArgumentError, NoSuchModuleError):
+        except (ArgumentError, NoSuchModuleError, ValueError):
             backend = "unknown"
         if backend not in ("sqlite", "postgresql"):
             raise LedgerError("db_path is not a database URL this can use: sqlite:///FILE or postgresql://…")
@@ -78,8 +78,16 @@ def _url(db_path: str | os.PathLike[str]) -> URL:
     return url
 
 
+def _postgres(url: URL) -> Engine:
+    # READ COMMITTED, whatever the server's default: a turn takes its lock first and must see what was committed before.
+    return create_engine(url, pool_pre_ping=True, isolation_level="READ COMMITTED", hide_parameters=True)
+
+
 def _sqlite(url: URL) -> Engine:
-    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT, "check_same_thread": False})
+    # Parameters stay out of errors: users' metadata is among them.
+    engine = create_engine(
+        url, hide_parameters=True, connect_args={"timeout": BUSY_TIMEOUT, "check_same_thread": False}
+    )
 
     @event.listens_for(engine, "connect")
     def configure(connection: Any, _record: Any) -> None:

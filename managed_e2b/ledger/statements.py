@@ -44,25 +44,36 @@ OWNERS = select(owners).where(owners.c.id.in_(bindparam("p_owners", expanding=Tr
 TELL = insert(events)
 
 
-def _load() -> Any:
-    """One row when the ticket is queued: its account's and owner's load as `rules.limits.Load` wants it."""
-    me = sandboxes.alias("me")
-    slots = c.state.in_(states.SLOT_STATES)
-    older = or_(c.queued_at < me.c.queued_at, (c.queued_at == me.c.queued_at) & (c.ticket < me.c.ticket))
+# -- the line of an account, as `rules.limits` decides on it
 
-    def count(*conditions: ColumnElement[bool]) -> Any:
-        return select(func.count()).select_from(sandboxes).where(*conditions).correlate(me).scalar_subquery()
-
-    tat = select(rates.c.tat).where(rates.c.account == me.c.account, rates.c.name == "create").correlate(me)
-    return select(
-        count(c.owner == me.c.owner, slots).label("own_slots"),
-        count(c.account == me.c.account, slots).label("account_slots"),
-        count(c.owner == me.c.owner, c.state == State.QUEUED, older).label("ahead"),
-        func.coalesce(tat.scalar_subquery(), 0).label("tat"),
-    ).where(me.c.ticket == bindparam("p_ticket"), me.c.state == State.QUEUED)
+_refused = (c.state == State.CREATING) & c.refused_at.is_not(None)
+_in_line = or_(c.state == State.QUEUED, _refused)
+_joined: ColumnElement[Any] = bindparam("p_queued_at")
+_older = or_(c.queued_at < _joined, (c.queued_at == _joined) & (c.ticket < bindparam("p_ticket")))
 
 
-LOAD = _load()
+def _count(condition: ColumnElement[bool]) -> ColumnElement[int]:
+    return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
+
+
+ASKER = select(c.queued_at, (c.state == State.CREATING).label("refused")).where(_ticket, _in_line)
+_PARTS = (
+    select(
+        c.owner,
+        _count(c.state.in_(states.SLOT_STATES)).label("slots"),
+        _count((c.state == State.QUEUED) & _older).label("queued_ahead"),
+        _count(_refused & _older).label("refused_ahead"),
+        owners.c.max_concurrent,
+        case((owners.c.closed_at.is_(None), owners.c.asked_at)).label("asked_at"),
+    )
+    .join(owners, owners.c.id == c.owner)
+    .where(c.account == bindparam("p_account"), c.state.in_(states.SLOT_STATES | {State.QUEUED}))
+    .group_by(c.owner, owners.c.max_concurrent, owners.c.closed_at, owners.c.asked_at)
+)
+PARTS = _PARTS
+PART = _PARTS.where(c.owner == bindparam("p_owner"))
+PACE = select(rates).where(rates.c.account == bindparam("p_account"), rates.c.name == "create")
+ASKED = update(owners).where(owners.c.id == bindparam("p_owner")).values(asked_at=_now)
 
 
 def _change(sources: Collection[State], *conditions: ColumnElement[bool], **values: Any) -> ReturningUpdate[Any]:
@@ -72,6 +83,8 @@ def _change(sources: Collection[State], *conditions: ColumnElement[bool], **valu
 _claimed_by_me = or_(c.claimed_by.is_(None), c.claimed_by == bindparam("p_actor"))
 
 START = _change([State.QUEUED], state=State.CREATING, creating_at=_now)
+REFUSED = _change([State.CREATING], refused_at=_now)
+AGAIN = _change([State.CREATING], c.refused_at.is_not(None), refused_at=None)
 RUN = _change(
     [State.CREATING],
     state=State.RUNNING,
@@ -80,6 +93,8 @@ RUN = _change(
     hard_deadline=bindparam("p_sent_at") + c.timeout * 1_000_000,
     running_at=_now,
 )
+PAUSE = _change([State.RUNNING], state=State.PAUSED)
+RESUME = _change([State.PAUSED], state=State.RUNNING, remote_expiry=_now)
 GIVE_UP = _change([State.QUEUED], state=State.CLEANED, reason=bindparam("p_detail"), ended_at=_now)
 CLAIM = _change(
     states.CLEANABLE,
@@ -127,8 +142,8 @@ CREATE_FAILED = _change(
 FOUND = update(sandboxes).where(_ticket, c.sandbox_id.is_(None)).values(sandbox_id=bindparam("p_sandbox_id"))
 EXTENDED = update(sandboxes).where(_ticket, c.state == State.RUNNING).values(remote_expiry=bindparam("p_remote_expiry"))
 NOTE = update(sandboxes).where(_ticket).values(last_error=bindparam("p_detail"))
+RECORD = select(sandboxes).where(_ticket)
+HISTORY = select(events).where(events.c.ticket == bindparam("p_ticket")).order_by(events.c.id)
 KNOWN = select(sandboxes).where(
     or_(c.ticket.in_(bindparam("p_tickets", expanding=True)), c.sandbox_id.in_(bindparam("p_ids", expanding=True)))
 )
-RECORD = select(sandboxes).where(_ticket)
-HISTORY = select(events).where(events.c.ticket == bindparam("p_ticket")).order_by(events.c.id)

@@ -11,14 +11,14 @@ from contextlib import contextmanager
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Row, insert, select, text
-from sqlalchemy.dialects import postgresql, sqlite
 
 from ..models import Host, Owner, SandboxRecord, State
 from ..rules import limits
 from ..rules.leases import SECOND
+from . import line
 from . import statements as sql
 from .opening import READ_ONLY
-from .tables import owners, rates, sandboxes
+from .tables import owners, sandboxes
 
 Clock = Callable[[], int]
 """Microseconds UTC."""
@@ -53,8 +53,17 @@ class Ledger:
 
     # -- owners ---------------------------------------------------------------------------------------------
 
-    def open_owner(self, owner_id: str, host: Host, pid: int, pid_started: int, label: str, stale_after: int) -> None:
-        """Make an owner known. `stale_after` in microseconds."""
+    def open_owner(
+        self,
+        owner_id: str,
+        host: Host,
+        pid: int,
+        pid_started: int,
+        label: str,
+        stale_after: int,
+        max_concurrent: int | None = None,
+    ) -> None:
+        """Make an owner known. `stale_after` in microseconds; `max_concurrent` tells others what it leaves to them."""
         with self._write() as (connection, now):
             values = {
                 "id": owner_id,
@@ -67,6 +76,7 @@ class Ledger:
                 "heartbeat": now,
                 "stale_after": stale_after,
                 "opened_at": now,
+                "max_concurrent": max_concurrent,
             }
             connection.execute(insert(owners), values)
 
@@ -103,8 +113,8 @@ class Ledger:
         lease: int,
         metadata: dict[str, str],
         sdk_version: str,
-    ) -> None:
-        """A place in line, durable before anything is asked of the backend."""
+    ) -> int:
+        """A place in line, durable before anything is asked of the backend: the time at which it was joined."""
         with self._write() as (connection, now):
             values = {
                 "ticket": ticket,
@@ -121,27 +131,56 @@ class Ledger:
             }
             connection.execute(insert(sandboxes), values)
             _tell(connection, ticket, now, State.QUEUED, owner)
+            return now
 
     def turn(self, ticket: str, owner: str, account: str, caps: limits.Caps) -> limits.Go | limits.Wait | None:
-        """Make a queued row `creating` when it is its turn; None when it is not queued any more."""
+        """Let a row in line create when it is its turn; None when it is not in line any more.
+
+        A queued row becomes `creating`; one that was refused is that already. An owner that has to wait is known to
+        be asking from now on: see `rules.limits.PRESENT`.
+        """
         with self._write() as (connection, now):
-            self._serialize(connection, account)
-            load = connection.execute(sql.LOAD, {"p_ticket": ticket}).first()
-            if load is None:
+            line.serialize(connection, account)
+            decided = line.decide(connection, now, ticket, owner, account, caps)
+            if decided is None:
                 return None
-            decision = limits.turn(caps, limits.Load(now, **load._mapping))
-            if isinstance(decision, limits.Go):
-                if caps.create_rate:
-                    self._set_tat(connection, account, decision.tat)
-                connection.execute(sql.START, {"p_ticket": ticket, "p_now": now})
+            decision, refused = decided
+            if isinstance(decision, limits.Wait):
+                connection.execute(sql.ASKED, {"p_owner": owner, "p_now": now})
+                return decision
+            if max(caps.step, decision.pace.gap):
+                line.write_pace(connection, account, decision.pace)
+            connection.execute(sql.AGAIN if refused else sql.START, {"p_ticket": ticket, "p_now": now})
+            if not refused:
                 _tell(connection, ticket, now, State.CREATING, owner)
             return decision
 
-    def slow_down(self, account: str, seconds: float) -> None:
-        """No create of this account for so long: the endpoint said that it has enough."""
+    def look(self, ticket: str, owner: str, account: str, caps: limits.Caps) -> limits.Go | limits.Wait | None:
+        """What `turn` would say, without a change, and without waiting for writers."""
+        with self._read() as connection:
+            decided = line.decide(connection, self._now(connection), ticket, owner, account, caps)
+            return None if decided is None else decided[0]
+
+    def refused(
+        self, ticket: str, account: str, caps: limits.Caps, *, sent_at: int, wait: float | None, jitter: float
+    ) -> SandboxRecord | None:
+        """The endpoint answered 429: the row waits in line for its next try, and all of the account slow down.
+
+        `wait`: the seconds that the endpoint named. None when the row is not `creating` any more.
+        """
         with self._write() as (connection, now):
-            self._serialize(connection, account)
-            self._set_tat(connection, account, now + int(seconds * SECOND))
+            line.serialize(connection, account)
+            pace = line.read_pace(connection, account)
+            line.write_pace(connection, account, limits.slowed(pace, caps, now, sent_at, wait, jitter))
+            row = connection.execute(sql.REFUSED, {"p_ticket": ticket, "p_now": now}).first()
+            return None if row is None else _record(row)
+
+    def recovered(self, account: str, caps: limits.Caps, *, sent_at: int) -> None:
+        """The endpoint took a create: the account may go a little faster again."""
+        with self._write() as (connection, now):
+            line.serialize(connection, account)
+            pace = line.read_pace(connection, account)
+            line.write_pace(connection, account, limits.recovered(pace, caps, now, sent_at))
 
     def running(self, ticket: str, owner: str, sandbox_id: str, *, sent_at: int, remote: int) -> SandboxRecord | None:
         """The answer came: `remote` seconds of life counted from `sent_at`. None when the row was claimed meanwhile."""
@@ -159,6 +198,14 @@ class Ledger:
         """Note that the backend's timeout was renewed up to `remote_expiry`."""
         with self._write() as (connection, _now):
             connection.execute(sql.EXTENDED, {"p_ticket": ticket, "p_remote_expiry": remote_expiry})
+
+    def paused(self, ticket: str, actor: str, reason: str) -> SandboxRecord | None:
+        """It is paused at the backend."""
+        return self._swap(sql.PAUSE, State.PAUSED, ticket, actor, reason)
+
+    def resumed(self, ticket: str, actor: str) -> SandboxRecord | None:
+        """It runs again; for how long the backend lets it is not known, so a renewal is due."""
+        return self._swap(sql.RESUME, State.RUNNING, ticket, actor)
 
     def give_up(self, ticket: str, actor: str, reason: str) -> SandboxRecord | None:
         """Leave the line: nothing was ever sent for this row."""
@@ -252,18 +299,6 @@ class Ledger:
             return self._clock()
         statement = text("SELECT (extract(epoch FROM clock_timestamp()) * 1000000)::bigint")
         return int(connection.execute(statement).scalar_one())
-
-    def _serialize(self, connection: Connection, account: str) -> None:
-        """One turn at a time per account: SQLite's write lock does it, PostgreSQL needs a lock of its own."""
-        if self._postgres:
-            connection.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": f"me2b turn {account}"})
-
-    def _set_tat(self, connection: Connection, account: str, tat: int) -> None:
-        build = postgresql.insert if self._postgres else sqlite.insert
-        statement = build(rates).values(account=account, name="create", tat=tat)
-        connection.execute(
-            statement.on_conflict_do_update(index_elements=["account", "name"], set_={"tat": statement.excluded.tat})
-        )
 
     def _swap(
         self,

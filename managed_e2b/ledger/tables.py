@@ -45,6 +45,9 @@ owners = Table(
     Column("stale_after", BigInteger, nullable=False),
     Column("opened_at", BigInteger, nullable=False),
     Column("closed_at", BigInteger),
+    # How many sandboxes it may have, and when it last asked for its turn: the others in line reckon with that.
+    Column("max_concurrent", Integer),
+    Column("asked_at", BigInteger),
 )
 
 sandboxes = Table(
@@ -70,12 +73,15 @@ sandboxes = Table(
     Column("sdk_version", Text),
     # The place in line: the time it joined, and the order within one microsecond.
     Column("queued_at", BigInteger, nullable=False),
+    # Its last create was answered by a 429: it waits in line for the next try, and keeps its slot.
+    Column("refused_at", BigInteger),
     Column("creating_at", BigInteger),
     Column("running_at", BigInteger),
     Column("cleaning_at", BigInteger),
     Column("ended_at", BigInteger),
     Index(None, "owner", "state"),
-    Index(None, "account", "state"),
+    # What a turn is decided from, without a look at the rows.
+    Index("ix_sandboxes_line", "account", "state", "owner", "queued_at", "ticket", "refused_at"),
     Index(None, "state"),
 )
 
@@ -84,7 +90,11 @@ rates = Table(
     metadata,
     Column("account", String(16), primary_key=True),
     Column("name", String(32), primary_key=True),
+    # See `rules.limits.Pace`.
     Column("tat", BigInteger, nullable=False),
+    Column("gap", BigInteger, nullable=False, server_default="0"),
+    Column("held_until", BigInteger, nullable=False, server_default="0"),
+    Column("slowed_at", BigInteger, nullable=False, server_default="0"),
 )
 
 events = Table(

@@ -1,10 +1,41 @@
-"""Who may create now: caps and the create rate, decided from numbers that one transaction read."""
+"""Who may create now: caps, the create rate, and the pace after a 429, decided from numbers that one transaction read.
+
+The line is one per account. A row may go when there is a slot, and time in the rate, for it *and* for every older row
+that could go as well: so the oldest go first, several at once where there is room, and nobody waits behind a row that
+its own lifecycle's `max_concurrent` holds back, or whose owner has stopped asking.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from . import retry_after
 from .leases import SECOND
+
+MARGIN = 0.03
+"""The rate is aimed this much below the configured one, which makes room for creates that are a little late."""
+
+PRESENT = 10 * SECOND
+"""An owner that has not asked for so long does not hold up the line: it is dead, suspended, or its loop is blocked."""
+
+ASK = 2.5
+"""The most seconds between two questions of an owner that is in line; several of them fit into PRESENT."""
+
+_NEAR, _FAR = 0.1, 1.0
+"""Seconds between two questions of who waits for another's slot: from the first in line to those far behind."""
+
+FIRST_GAP = SECOND // 5
+LONGEST_GAP = 20 * SECOND
+SHORTEST_GAP = SECOND // 10
+"""Microseconds between two creates of an account after a 429: to begin with, at most, and when it ends again."""
+
+RECOVERY = 0.5
+"""Creates per second that every create which is not refused adds to the pace."""
+
+LEAST_HOLD = SECOND // 2
+LONGEST_HOLD = int(retry_after.LONGEST * SECOND)
+"""Microseconds for which nobody creates after a 429: the least when it names no time, the most when it does."""
 
 
 @dataclass(frozen=True)
@@ -19,25 +50,87 @@ class Caps:
     account_limit: int | None = None
     create_rate: float | None = None
 
+    @property
+    def step(self) -> int:
+        """Microseconds between two creates; 0 without a rate."""
+        return int(SECOND / self.create_rate * (1 + MARGIN)) if self.create_rate else 0
+
+    @property
+    def tolerance(self) -> int:
+        """How late a create may be without moving the ones after it: what MARGIN spares within a second, or a step.
+
+        With it the configured rate still holds in every window of a second (of 1/rate, for slower ones).
+        """
+        return int(MARGIN * SECOND * max(1.0, 1 / self.create_rate)) if self.create_rate else 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """One owner's part of an account. Slots are rows in `rules.states.SLOT_STATES`; what is "ahead" is older."""
+
+    owner: str
+    slots: int
+    queued_ahead: int
+    refused_ahead: int
+    """Rows that hold a slot already and wait for their next try, after a 429."""
+    max_concurrent: int | None
+    """None: unknown, because a version that did not tell wrote the row."""
+    asked_at: int | None
+    """When it last asked for its turn."""
+
+    def could_go(self, now: int) -> int:
+        """How many of its older rows could take a slot, were there enough."""
+        if not self.is_present(now):
+            return 0
+        room = self.queued_ahead if self.max_concurrent is None else max(0, self.max_concurrent - self.slots)
+        return min(self.queued_ahead, room)
+
+    def is_present(self, now: int) -> bool:
+        # "From the future": the clock was set back, and nobody knows when that was.
+        return self.asked_at is not None and abs(now - self.asked_at) <= PRESENT
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How fast an account may create; one row of the ledger, shared by all processes. Times in microseconds.
+
+    `tat` is GCRA's theoretical arrival time: the first moment at which the next create conforms. `gap` is the time
+    between two creates that 429s have led to (0: none). Until `held_until` nobody creates. Answers to creates that
+    were sent before `slowed_at` say nothing new.
+    """
+
+    tat: int = 0
+    gap: int = 0
+    held_until: int = 0
+    slowed_at: int = 0
+
+    def at(self, now: int, step: int) -> Pace:
+        """The same, without times that a clock which has been set back since cannot have meant."""
+        return Pace(
+            tat=self.tat if self.tat - now <= max(step, LONGEST_GAP) else now,
+            gap=self.gap,
+            held_until=self.held_until if self.held_until - now <= LONGEST_HOLD else now,
+            slowed_at=min(self.slowed_at, now),
+        )
+
 
 @dataclass(frozen=True)
 class Load:
-    """What the ledger says at `now`. Slots are rows in `rules.states.SLOT_STATES`."""
+    """What the ledger says at `now`: the asker's part, the other owners' parts, the account's pace."""
 
     now: int
-    own_slots: int
-    account_slots: int
-    ahead: int
-    """Queued rows that are older and may go before this one."""
-    tat: int
-    """GCRA's theoretical arrival time: the first moment at which the next create conforms."""
+    mine: Part
+    others: Sequence[Part] = ()
+    pace: Pace = Pace()
+    refused: bool = False
+    """The asking row holds a slot already: its create was answered by a 429, and it is to be tried again."""
 
 
 @dataclass(frozen=True)
 class Go:
-    """Create now. `tat` is the rate's new theoretical arrival time."""
+    """Create now. `pace` is the account's new one."""
 
-    tat: int
+    pace: Pace
 
 
 @dataclass(frozen=True)
@@ -46,17 +139,79 @@ class Wait:
 
     seconds: float | None
     why: str
+    ahead: int = 0
+    """How many go before it."""
+    own: bool = False
+    """It is this lifecycle itself that holds the slots."""
+
+
+def is_alone(caps: Caps, pace: Pace) -> bool:
+    """Whether nothing that other owners do matters to the asker."""
+    return caps.account_limit is None and not caps.create_rate and not pace.gap
 
 
 def turn(caps: Caps, load: Load) -> Go | Wait:
-    """Whether the asking row may become `creating`. GCRA with a burst of one: creates are evenly spaced."""
-    if load.ahead:
-        return Wait(None, "others are in line before it")
-    if load.own_slots >= caps.max_concurrent:
-        return Wait(None, f"max_concurrent={caps.max_concurrent} of this lifecycle is in use")
-    if caps.account_limit is not None and load.account_slots >= caps.account_limit:
-        return Wait(None, f"account_limit={caps.account_limit} of this account is in use")
-    if load.tat > load.now:
-        return Wait((load.tat - load.now) / SECOND, "the create rate")
-    step = int(SECOND / caps.create_rate) if caps.create_rate else 0
-    return Go(load.now + step)
+    """Whether the asking row may create now."""
+    now, mine = load.now, load.mine
+    pace = load.pace.at(now, caps.step)
+    ahead = sum(part.could_go(now) for part in load.others)
+    if not load.refused:
+        if mine.slots + mine.queued_ahead >= caps.max_concurrent:
+            why = f"max_concurrent={caps.max_concurrent} of this lifecycle is in use"
+            if mine.slots < caps.max_concurrent:
+                why = "others of this lifecycle are in line before it"
+            return Wait(None, why, ahead + mine.queued_ahead, own=True)
+        ahead += mine.queued_ahead
+    if caps.account_limit is not None:
+        used = mine.slots + sum(part.slots for part in load.others)
+        if not load.refused and used + ahead >= caps.account_limit:
+            why = f"account_limit={caps.account_limit} of this account is in use"
+            if used < caps.account_limit:
+                why = "others are in line before it"
+            return Wait(None, why, ahead)
+        ahead = min(ahead, max(0, caps.account_limit - used))
+    ahead += mine.refused_ahead + sum(part.refused_ahead for part in load.others if part.is_present(now))
+    step = max(caps.step, pace.gap)
+    ready = max(pace.tat if step else 0, pace.held_until) + ahead * step
+    if now < ready:
+        held = pace.gap > caps.step or now < pace.held_until
+        return Wait((ready - now) / SECOND, "the endpoint answered 429" if held else "the create rate", ahead)
+    return Go(replace(pace, tat=max(pace.tat, now - caps.tolerance) + step))
+
+
+def pause(wait: Wait, jitter: float) -> float:
+    """Seconds until the next question. `jitter` in [0, 1) spreads those who ask; a time in the rate is kept exactly."""
+    spread = 0.8 + 0.2 * jitter
+    if wait.seconds is not None:
+        return max(0.001, wait.seconds if wait.seconds < ASK else ASK * spread)
+    if wait.own:  # a release wakes it before
+        return ASK * spread
+    return min(_FAR, _NEAR * (1 + wait.ahead)) * spread
+
+
+def slowed(pace: Pace, caps: Caps, now: int, sent_at: int, wait: float | None, jitter: float) -> Pace:
+    """The pace after a 429 for a create that was sent at `sent_at`.
+
+    The rate is halved, once for all creates that were under way together. `wait`, the seconds of a Retry-After, holds
+    everybody for so long; without one they are held for a gap (so repeated 429s back off exponentially) and up to a
+    quarter of it more: `jitter` in [0, 1).
+    """
+    pace = pace.at(now, caps.step)
+    fresh = sent_at >= pace.slowed_at
+    gap, held_until = pace.gap, pace.held_until
+    if fresh:
+        gap = min(max(FIRST_GAP, 2 * max(gap, caps.step)), max(LONGEST_GAP, caps.step))
+    if wait is not None:
+        held_until = max(held_until, now + min(int(wait * SECOND), LONGEST_HOLD))
+    elif fresh:
+        held_until = max(held_until, now + int(max(gap, LEAST_HOLD) * (1 + jitter / 4)))
+    return replace(pace, gap=gap, held_until=held_until, slowed_at=now if fresh else pace.slowed_at)
+
+
+def recovered(pace: Pace, caps: Caps, now: int, sent_at: int) -> Pace:
+    """The pace after a create that was not refused: a little faster, until 429s limit it no more."""
+    pace = pace.at(now, caps.step)
+    if not pace.gap or sent_at < pace.slowed_at:
+        return pace
+    gap = int(SECOND / (SECOND / pace.gap + RECOVERY))
+    return replace(pace, gap=0 if gap <= max(caps.step, SHORTEST_GAP) else gap)

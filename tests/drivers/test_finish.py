@@ -208,24 +208,40 @@ async def test_what_cleanup_returns_and_raises_comes_out(face: str, aio: AioDriv
         await driver.finish(fails)
 
 
+@pytest.mark.parametrize("key", [None, "a ticket"])
 @pytest.mark.parametrize("face", ["aio", "blocking"])
-async def test_a_waiter_is_woken_from_another_thread(face: str, aio: AioDriver, blocking: BlockingDriver) -> None:
+async def test_a_waiter_is_woken_from_another_thread(
+    face: str, key: str | None, aio: AioDriver, blocking: BlockingDriver
+) -> None:
     driver = aio if face == "aio" else blocking
     subscribed = threading.Event()
     subscribe = driver._wakeup.subscribe
 
-    def telling(callback: Any) -> None:
-        subscribe(callback)
+    def telling(*args: Any) -> bool:
+        done = subscribe(*args)
         subscribed.set()
+        return done
 
     driver._wakeup.subscribe = telling  # type: ignore[method-assign]
 
     def wake() -> None:
         assert subscribed.wait(5)
-        driver.notify()
+        driver.notify("another")
+        driver.notify(key)
 
     thread = threading.Thread(target=wake)
     thread.start()
-    await driver.wait(30)  # the test's own timeout is shorter
+    await driver.wait(30, key)  # the test's own timeout is shorter
     thread.join()
-    assert driver._wakeup._callbacks == set()
+    assert driver._wakeup._callbacks == {}
+
+
+@pytest.mark.parametrize("face", ["aio", "blocking"])
+async def test_what_was_told_between_the_look_and_the_wait_is_not_missed(
+    face: str, aio: AioDriver, blocking: BlockingDriver
+) -> None:
+    driver = aio if face == "aio" else blocking
+    seen = driver.told
+    driver.notify()
+    await driver.wait(300, since=seen)  # the test's own timeout is shorter
+    assert driver._wakeup._callbacks == {}

@@ -10,7 +10,7 @@ from managed_e2b import State
 from managed_e2b.ledger import Ledger, open_engine
 from managed_e2b.models import Host
 from managed_e2b.rules.leases import SECOND
-from managed_e2b.rules.limits import Caps, Go, Wait
+from managed_e2b.rules.limits import MARGIN, PRESENT, Caps, Go, Wait
 
 if TYPE_CHECKING:
     from .conftest import Clock
@@ -19,9 +19,9 @@ HERE = Host("machine", "boot", "pid:[1]")
 ACCOUNT = "account"
 
 
-def owner_of(ledger: Ledger) -> str:
+def owner_of(ledger: Ledger, max_concurrent: int = 9) -> str:
     owner = uuid.uuid4().hex
-    ledger.open_owner(owner, HERE, 1, 1, "test", 600 * SECOND)
+    ledger.open_owner(owner, HERE, 1, 1, "test", 600 * SECOND, max_concurrent)
     return owner
 
 
@@ -98,7 +98,7 @@ def test_slots_go_to_the_oldest_and_only_proof_frees_them(ledger: Ledger, clock:
     second, third = queue(ledger, owner), ""
     clock.step(1)
     third = queue(ledger, owner)
-    assert isinstance(ledger.turn(third, owner, ACCOUNT, Caps(5)), Wait)
+    assert isinstance(ledger.turn(third, owner, ACCOUNT, Caps(2)), Wait), "the one free slot is the second's"
     assert isinstance(ledger.turn(second, owner, ACCOUNT, Caps(1)), Wait)
     ledger.claim(first, owner, "released")
     assert isinstance(ledger.turn(second, owner, ACCOUNT, Caps(1)), Wait), "cleaning may still run"
@@ -121,20 +121,83 @@ def test_the_create_rate_is_kept_over_all_owners(ledger: Ledger, clock: Clock) -
     assert isinstance(ledger.turn(first, a, ACCOUNT, caps), Go)
     wait = ledger.turn(second, b, ACCOUNT, caps)
     assert isinstance(wait, Wait)
-    assert wait.seconds == 0.5
-    clock.step(0.5)
+    assert wait.seconds == pytest.approx(0.5, rel=MARGIN, abs=MARGIN)
+    clock.step(wait.seconds)
     assert isinstance(ledger.turn(second, b, ACCOUNT, caps), Go)
 
 
-def test_slow_down_holds_all_of_an_account(ledger: Ledger, clock: Clock) -> None:
-    owner = owner_of(ledger)
-    ticket = queue(ledger, owner)
-    ledger.slow_down(ACCOUNT, 3)
-    wait = ledger.turn(ticket, owner, ACCOUNT, Caps(1))
+def test_a_429_holds_all_of_an_account_for_the_time_that_it_names(ledger: Ledger, clock: Clock) -> None:
+    mine, other = owner_of(ledger), owner_of(ledger)
+    refused = started(ledger, mine)
+    clock.step(1)
+    ticket = queue(ledger, other)
+    row = ledger.refused(refused, ACCOUNT, Caps(9), sent_at=clock.now, wait=3.0, jitter=0.0)
+    assert row is not None
+    assert (row.state, row.refused_at) == (State.CREATING, clock.now)
+    wait = ledger.turn(ticket, other, ACCOUNT, Caps(9))
     assert isinstance(wait, Wait)
     assert wait.seconds == 3
+    assert ledger.look(refused, mine, ACCOUNT, Caps(9)) == ledger.turn(refused, mine, ACCOUNT, Caps(9))
     clock.step(3)
-    assert isinstance(ledger.turn(ticket, owner, ACCOUNT, Caps(1)), Go)
+    assert isinstance(ledger.turn(ticket, other, ACCOUNT, Caps(9)), Wait), "the refused one is older"
+    assert isinstance(ledger.turn(refused, mine, ACCOUNT, Caps(9)), Go)
+    assert ledger.turn(refused, mine, ACCOUNT, Caps(9)) is None, "it creates, it is in line no more"
+    wait = ledger.turn(ticket, other, ACCOUNT, Caps(9))
+    assert isinstance(wait, Wait)
+    assert wait.seconds is not None
+    clock.step(wait.seconds)
+    assert isinstance(ledger.turn(ticket, other, ACCOUNT, Caps(9)), Go)
+    ledger.recovered(ACCOUNT, Caps(9), sent_at=clock.now)
+    for _ in range(30):
+        ledger.recovered(ACCOUNT, Caps(9), sent_at=clock.now)
+    assert isinstance(ledger.turn(queue(ledger, other), other, ACCOUNT, Caps(9)), Go), "as fast as before"
+
+
+def test_a_refusal_of_a_row_that_has_ended_changes_no_row(ledger: Ledger, clock: Clock) -> None:
+    owner = owner_of(ledger)
+    ticket = started(ledger, owner)
+    ledger.claim(ticket, owner, "interrupted")
+    assert ledger.refused(ticket, ACCOUNT, Caps(9), sent_at=clock.now, wait=None, jitter=0.0) is None
+    assert ledger.turn(ticket, owner, ACCOUNT, Caps(9)) is None
+
+
+def test_the_oldest_goes_first_over_all_owners(ledger: Ledger, clock: Clock) -> None:
+    caps = Caps(9, account_limit=2)
+    a, b = owner_of(ledger), owner_of(ledger)
+    running = [started(ledger, a), started(ledger, a)]
+    tickets = []
+    for owner in (a, b, a):
+        clock.step(1)
+        tickets.append((queue(ledger, owner), owner))
+    for ticket, owner in reversed(tickets):
+        assert isinstance(ledger.turn(ticket, owner, ACCOUNT, caps), Wait)
+    ledger.claim(running[0], a, "released")
+    ledger.cleaned(running[0], a)
+    (first, second, third) = tickets
+    assert isinstance(ledger.turn(second[0], b, ACCOUNT, caps), Wait)
+    assert isinstance(ledger.turn(third[0], a, ACCOUNT, caps), Wait)
+    assert isinstance(ledger.turn(first[0], a, ACCOUNT, caps), Go)
+    ledger.claim(running[1], a, "released")
+    ledger.cleaned(running[1], a)
+    assert isinstance(ledger.turn(third[0], a, ACCOUNT, caps), Wait)
+    assert isinstance(ledger.turn(second[0], b, ACCOUNT, caps), Go)
+
+
+@pytest.mark.parametrize("why", ["its own max_concurrent", "closed", "asks no more"])
+def test_an_older_row_that_cannot_go_holds_nobody_up(ledger: Ledger, clock: Clock, why: str) -> None:
+    caps = Caps(9, account_limit=2)
+    a, b = owner_of(ledger, max_concurrent=1 if why == "its own max_concurrent" else 9), owner_of(ledger)
+    started(ledger, a)
+    older, younger = queue(ledger, a), ""
+    clock.step(1)
+    younger = queue(ledger, b)
+    ledger.turn(older, a, ACCOUNT, Caps(1, account_limit=2))  # it is in line, and asks
+    if why == "closed":
+        ledger.close_owner(a)
+    elif why == "asks no more":
+        assert isinstance(ledger.turn(younger, b, ACCOUNT, caps), Wait)
+        clock.step(PRESENT / SECOND + 1)
+    assert isinstance(ledger.turn(younger, b, ACCOUNT, caps), Go)
 
 
 def test_a_claim_holds_until_its_holder_is_dead(ledger: Ledger) -> None:

@@ -1,0 +1,50 @@
+"""The line of an account inside a transaction: what `rules.limits` decides from, and what it changes.
+
+Whoever changes something here holds the account's lock: SQLite's write lock, or `serialize` on PostgreSQL.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+from sqlalchemy import Connection, text
+from sqlalchemy.dialects import postgresql, sqlite
+
+from ..rules import limits
+from . import statements as sql
+from .tables import rates
+
+
+def serialize(connection: Connection, account: str) -> None:
+    """One turn at a time per account: SQLite's write lock does it, PostgreSQL needs a lock of its own."""
+    if connection.dialect.name == "postgresql":
+        connection.execute(text("SELECT pg_advisory_xact_lock(hashtext(:name))"), {"name": f"me2b turn {account}"})
+
+
+def decide(
+    connection: Connection, now: int, ticket: str, owner: str, account: str, caps: limits.Caps
+) -> tuple[limits.Go | limits.Wait, bool] | None:
+    """Whether it is the row's turn, and whether it was refused before; None when it is not in line any more."""
+    asker = connection.execute(sql.ASKER, {"p_ticket": ticket}).first()
+    if asker is None:
+        return None
+    pace = read_pace(connection, account)
+    values = {"p_ticket": ticket, "p_account": account, "p_owner": owner, "p_queued_at": asker.queued_at}
+    rows = connection.execute(sql.PART if limits.is_alone(caps, pace) else sql.PARTS, values)
+    parts = {row.owner: limits.Part(**row._mapping) for row in rows}
+    load = limits.Load(now, parts.pop(owner), tuple(parts.values()), pace, bool(asker.refused))
+    return limits.turn(caps, load), bool(asker.refused)
+
+
+def read_pace(connection: Connection, account: str) -> limits.Pace:
+    row = connection.execute(sql.PACE, {"p_account": account}).first()
+    return limits.Pace() if row is None else limits.Pace(row.tat, row.gap, row.held_until, row.slowed_at)
+
+
+def write_pace(connection: Connection, account: str, pace: limits.Pace) -> None:
+    build: Any = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+    statement = build(rates).values(account=account, name="create", **asdict(pace))
+    connection.execute(
+        statement.on_conflict_do_update(index_elements=["account", "name"], set_=dict(statement.excluded.items()))
+    )
