@@ -234,11 +234,18 @@ def show(outcome: Outcome, settings: Settings, found: Sequence[str], console: Co
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The HumanEval problems, each in a sandbox of its own.")
     parser.add_argument("--face", choices=["sync", "async"], default="sync", help="threads, or tasks (default: sync)")
-    parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="sandboxes at once (default: 8)")
+    parser.add_argument("--concurrency", type=_positive, default=8, metavar="N", help="sandboxes at once (default: 8)")
     parser.add_argument("--planted-error", action="store_true", help="make every solution wrong: all have to fail")
-    parser.add_argument("--limit", type=int, metavar="N", help="only the first N problems")
+    parser.add_argument("--limit", type=_positive, metavar="N", help="only the first N problems")
     parser.add_argument("--json", action="store_true", help="print the outcome as JSON, progress on stderr")
     return parser.parse_args(arguments)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("at least 1")
+    return number
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
