@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import os
 import threading
 import time
 import uuid
 from collections.abc import Collection, Mapping
+from concurrent import futures
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
@@ -16,6 +18,7 @@ from typing import Any
 from .backend import BackendName, close_backend, open_backend
 from .drivers import AioDriver, BlockingDriver, Sdk, Wakeup
 from .drivers import run as _run
+from .drivers.base import Background
 from .drivers.sdk import SDK_VERSION
 from .engine import host
 from .engine.acquire import acquire, validated
@@ -25,7 +28,7 @@ from .engine.keeper import Keeper
 from .engine.reap import Bounds, reap
 from .engine.reconcile import reconcile
 from .engine.release import release
-from .errors import ConfigError, Me2bError, SandboxLeakError
+from .errors import ConfigError, Me2bError, SandboxLeakError, StateTransitionError
 from .exits import exits
 from .handle import AsyncSandboxHandle, SandboxHandle
 from .ledger import Ledger, location, open_engine
@@ -92,6 +95,8 @@ class _Lifecycle:
         _positive("max_build_concurrency", max_build_concurrency, int)
         _positive("reaper_max_iter", reaper_max_iter, int)
         _positive("stale_timeout", stale_timeout, int, float)
+        if stale_timeout == math.inf:
+            raise ConfigError("stale_timeout=inf: an owner on another host that died must be found out some day")
         if account_limit is not None:
             _positive("account_limit", account_limit, int)
         if create_rate is not None:
@@ -107,50 +112,50 @@ class _Lifecycle:
         try:
             ledger = open_engine(db_path)
             self._book = Ledger(ledger)
+            here = host.here()
+            rate = create_rate
+            if rate is None and not self._backend.config.is_loopback:
+                rate = HOBBY_CREATE_RATE
+            caps = Caps(max_concurrent, account_limit, None if rate == math.inf else rate)
+            wakeup = Wakeup()
+            owner = uuid.uuid4().hex
+            self._busy: set[str] = set()
+            self._busy_lock = threading.Lock()
+            self._cleaners = threading.BoundedSemaphore(CLEANERS)
+            make = functools.partial(
+                Engine,
+                book=self._book,
+                account=self._backend.account,
+                owner=owner,
+                caps=caps,
+                lease=lease,
+                clean=self._clean,
+            )
+            self._cleaner = make(BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup))
+            self._engine = make(self._driver(wakeup), clean=self._clean_in_turn, abandoned=self._cleaner.abandoned)
+            self._book.open_owner(
+                owner,
+                here,
+                self._pid,
+                host.process_started(self._pid) or 0,
+                label or _program(),
+                int(stale_timeout * SECOND),
+            )
+            self._keeper = Keeper(self._cleaner, _run, stale_after=stale_timeout, reaps=opening_reap)
+            self._registration: dict[str, Any] | None = None
+            if watchdog and not self._backend.is_local:
+                self._registration = {
+                    "owner": owner,
+                    "ledger": location(ledger),
+                    "account": self._backend.account,
+                    "lease": lease,
+                    "endpoint": dataclasses.asdict(self._backend.config),
+                }
+            self._keeper.start()
+            exits.opened(self)
         except BaseException:
             close_backend(self._backend)
             raise
-        here = host.here()
-        rate = create_rate
-        if rate is None and not self._backend.config.is_loopback:
-            rate = HOBBY_CREATE_RATE
-        caps = Caps(max_concurrent, account_limit, None if rate == float("inf") else rate)
-        wakeup = Wakeup()
-        owner = uuid.uuid4().hex
-        self._busy: set[str] = set()
-        self._busy_lock = threading.Lock()
-        self._cleaners = threading.BoundedSemaphore(CLEANERS)
-        make = functools.partial(
-            Engine,
-            book=self._book,
-            account=self._backend.account,
-            owner=owner,
-            caps=caps,
-            lease=lease,
-            clean=self._clean,
-        )
-        self._cleaner = make(BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup))
-        self._engine = make(self._driver(wakeup), clean=self._clean_in_turn, abandoned=self._cleaner.abandoned)
-        self._book.open_owner(
-            owner,
-            here,
-            self._pid,
-            host.process_started(self._pid) or 0,
-            label or _program(),
-            int(stale_timeout * SECOND),
-        )
-        self._keeper = Keeper(self._cleaner, _run, stale_after=stale_timeout, reaps=opening_reap)
-        self._registration: dict[str, Any] | None = None
-        if watchdog and not self._backend.is_local:
-            self._registration = {
-                "owner": owner,
-                "ledger": location(ledger),
-                "account": self._backend.account,
-                "lease": lease,
-                "endpoint": dataclasses.asdict(self._backend.config),
-            }
-        self._keeper.start()
-        exits.opened(self)
 
     def _driver(self, wakeup: Wakeup) -> AioDriver | BlockingDriver:
         raise NotImplementedError
@@ -211,7 +216,7 @@ class _Lifecycle:
         return await reconcile(self._engine, one_backend=not self._backend.is_local)
 
     def _clean_in_turn(self, ticket: str, reason: str, **options: Any) -> bool:
-        """As `_clean`, with others of its kind. The keeper and a shutdown never wait for those."""
+        """As `_clean`, a bounded number at once. The keeper does not wait for those."""
         with self._cleaners:
             return self._clean(ticket, reason, **options)
 
@@ -263,12 +268,13 @@ class _Lifecycle:
     def _end_all(self, deadline: float) -> list[SandboxRecord]:
         """End every row of this owner but the paused ones; those that could not be proved dead in time."""
         open_states = set(State) - _states.TERMINAL - {State.PAUSED}
-        left: list[SandboxRecord] = []
-        for record in self._book.records(states_=open_states, owner=self._engine.owner):
-            patience = max(0.0, min(deadline - time.monotonic(), 10.0))
-            if not self._clean(record.ticket, "shutdown", patience=patience):
-                left.append(self._book.record(record.ticket) or record)
-        return left
+        records = self._book.records(states_=open_states, owner=self._engine.owner)
+        patience = max(1.0, deadline - time.monotonic())
+        background = Background()  # all at once: one that hangs must not cost the others their turn
+        ends = [background.start(self._clean_in_turn, row.ticket, "shutdown", patience=patience) for row in records]
+        futures.wait(ends, patience)
+        proved = [end.done() and end.result() for end in ends]
+        return [self._book.record(row.ticket) or row for row, dead in zip(records, proved, strict=True) if not dead]
 
 
 class SandboxLifecycle(_Lifecycle):
@@ -472,15 +478,15 @@ class SandboxContext:
 
     def __init__(self, engine: Engine, request: AcquireRequest) -> None:
         self._engine = engine
-        self._path: AbstractAsyncContextManager[Acquired] = acquire(engine, request, SDK_VERSION)
+        self._visit = _Visit(engine, request)
 
     def __enter__(self) -> SandboxHandle:
-        return SandboxHandle(self._engine, _run(_enter(self._path)))
+        return SandboxHandle(self._engine, _run(self._visit.enter()))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        _run(_leave(self._path, kind, error, traceback))
+        _run(self._visit.leave(kind, error, traceback))
 
 
 class AsyncSandboxContext:
@@ -488,28 +494,49 @@ class AsyncSandboxContext:
 
     def __init__(self, engine: Engine, request: AcquireRequest) -> None:
         self._engine = engine
-        self._path: AbstractAsyncContextManager[Acquired] = acquire(engine, request, SDK_VERSION)
+        self._visit = _Visit(engine, request)
 
     async def __aenter__(self) -> AsyncSandboxHandle:
-        return AsyncSandboxHandle(self._engine, await _enter(self._path))
+        return AsyncSandboxHandle(self._engine, await self._visit.enter())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        await _leave(self._path, kind, error, traceback)
+        await self._visit.leave(kind, error, traceback)
 
 
-async def _enter(path: AbstractAsyncContextManager[Acquired]) -> Acquired:
-    return await path.__aenter__()
+class _Visit:
+    """One way through `acquire`, for both faces. Once left, the sandbox is released, whatever held it."""
 
+    def __init__(self, engine: Engine, request: AcquireRequest) -> None:
+        self._engine = engine
+        self._path: AbstractAsyncContextManager[Acquired] = acquire(engine, request, SDK_VERSION)
+        self._begun = False
+        self._acquired: Acquired | None = None
 
-async def _leave(
-    path: AbstractAsyncContextManager[Acquired],
-    kind: type[BaseException] | None,
-    error: BaseException | None,
-    traceback: TracebackType | None,
-) -> None:
-    await path.__aexit__(kind, error, traceback)
+    async def enter(self) -> Acquired:
+        if self._begun:
+            raise StateTransitionError(
+                "this context was entered before: each `acquire()` is one sandbox, call it again"
+            )
+        self._begun = True
+        self._acquired = await self._path.__aenter__()
+        return self._acquired
+
+    async def leave(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        acquired, self._acquired = self._acquired, None
+        proved = False
+        try:
+            await self._path.__aexit__(kind, error, traceback)
+            proved = acquired is None or acquired.released
+        finally:
+            if acquired is not None and not proved:
+                # The release failed, or could not be waited for: a generator that holds the `with` is being closed,
+                # perhaps by the collector, or a loop that ended has closed `acquire` itself. The keeper goes on.
+                acquired.released = True
+                self._engine.abandoned.append(acquired.ticket)
 
 
 async def _list_remote(engine: Engine) -> list[RemoteSandbox]:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import pytest
 from alembic.autogenerate import compare_metadata
@@ -77,13 +78,16 @@ def test_a_foreign_database_is_refused_and_left_alone(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "told"),
     [
-        ("", "db_path is empty"),
+        ("", "db_path=''"),
+        (None, "db_path=None"),
+        (b"x.db", "db_path=b"),
         (":memory:", "must outlive the process"),
         ("mysql://somewhere/x", "not a database URL"),
         ("postgresql://u:secret@127.0.0.1:1/x", "cannot be reached"),
+        ("postgresql://u:p@secret:word@127.0.0.1/x", "not a database URL"),
     ],
 )
-def test_what_cannot_be_a_ledger_is_told_without_secrets(path: str, told: str) -> None:
+def test_what_cannot_be_a_ledger_is_told_without_secrets(path: Any, told: str) -> None:
     with pytest.raises(ConfigError, match=told) as caught:
         open_engine(path)
     assert "secret" not in str(caught.value)

@@ -7,8 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from managed_e2b import (
+    AcquireRequest,
     AsyncSandboxLifecycle,
     AuthenticationError,
     BackendUnavailableError,
@@ -16,10 +18,13 @@ from managed_e2b import (
     LedgerError,
     Me2bError,
     PrewarmError,
+    SandboxConfig,
     SandboxLifecycle,
     State,
     ValidationError,
+    backend,
 )
+from managed_e2b.ledger import Ledger
 
 from .conftest import Face, settle, states_of
 
@@ -40,6 +45,7 @@ FACES = pytest.mark.parametrize("kind", [SandboxLifecycle, AsyncSandboxLifecycle
         ({"template": ""}, "template"),
         ({"metadata": {"a": 1}}, "metadata: 'a': int is not a str"),
         ({"metadata": {1: "a"}}, "metadata: 1"),
+        ({"metadata": {"a": "\ud800"}}, "metadata: 'a': .*surrogate"),
         ({"metadata": ["a"]}, "metadata: must be a mapping"),
         ({"metadata": {"me2b_ticket": "x"}}, "metadata: 'me2b_ticket': .*reserved"),
         ({"envs": {"A": None}}, "envs: 'A': NoneType is not a str"),
@@ -83,6 +89,7 @@ async def test_a_source_that_needs_a_build_says_how_to_get_it(face: Face, source
         {"create_rate": -1},
         {"create_rate": float("nan")},
         {"stale_timeout": 0},
+        {"stale_timeout": float("inf")},
         {"account_limit": 0},
         {"reaper_max_iter": 0},
         {"max_build_concurrency": 0},
@@ -146,6 +153,24 @@ async def test_the_key_is_in_no_file_of_the_ledger(face: Face, server: Any) -> N
         content = file.read_bytes()
         assert server.api_key.encode() not in content
         assert b"hunter2hunter2" not in content
+
+
+def test_an_opening_that_fails_leaves_no_local_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: Any) -> None:
+        raise OperationalError("INSERT", {}, Exception("disk full"))
+
+    monkeypatch.setattr(Ledger, "open_owner", refuse)
+    with pytest.raises(OperationalError):
+        SandboxLifecycle(tmp_path / "x.db", backend="local")
+    assert backend._local_server._server is None
+
+
+@pytest.mark.parametrize("kind", [SandboxConfig, AcquireRequest])
+def test_values_of_variables_show_up_neither_in_an_error_nor_in_a_repr(kind: Any) -> None:
+    assert "secret" not in repr(kind(envs={"KEY": "secret"}))
+    with pytest.raises(ValueError, match="envs") as caught:
+        kind(envs={"KEY": "secret", "OTHER": 1})
+    assert "secret" not in str(caught.value)
 
 
 def test_all_errors_share_one_base() -> None:

@@ -183,8 +183,8 @@ def test_opening_and_closing_leaves_no_thread_and_no_descriptor(kind: Any, serve
             asyncio.run(wait())
     def count():
         for thread in threading.enumerate():
-            if thread.name == "me2b-cleanup":
-                thread.join(10)  # it has given its result, and ends
+            if thread.name in ("me2b-cleanup", "me2b-sigterm"):
+                thread.join(10)  # it has done its work, and ends
         keepers = [t for t in threading.enumerate() if t.name.startswith("me2b-")]
         return len(keepers), len(os.listdir("/proc/self/fd"))
     once(); once()

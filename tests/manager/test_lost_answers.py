@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from sqlalchemy.exc import OperationalError
 
-from managed_e2b import BackendError, SandboxCreateError, State, TemplateNotFoundError
+from managed_e2b import (
+    BackendError,
+    SandboxCreateError,
+    SandboxLeakError,
+    SandboxLifecycle,
+    State,
+    TemplateNotFoundError,
+)
 from managed_e2b.engine import release
 
 from .conftest import Face, assert_nothing_left, remote_of, settle, states_of, until
@@ -46,6 +54,25 @@ async def test_a_create_whose_answer_was_lost_is_found_by_its_ticket_and_adopted
 async def test_a_create_that_was_refused_and_took_effect_all_the_same_is_killed(face: Face) -> None:
     lifecycle = face.open()
     made = lose(lifecycle, TemplateNotFoundError("404", status=404))
+    with pytest.raises(TemplateNotFoundError):
+        async with face.entered(lifecycle.acquire()):
+            pytest.fail("refused")
+    assert len(made) == 1
+    assert await states_of(lifecycle) == [State.CLEANED]
+    await assert_nothing_left(lifecycle)
+
+
+async def test_a_refusal_stays_the_error_though_the_lookup_fails_too(face: Face) -> None:
+    lifecycle = face.open()
+    made = lose(lifecycle, TemplateNotFoundError("404", status=404))
+    pages = lifecycle._engine.driver.sdk.pages
+
+    async def failing(*args: Any) -> Any:
+        lifecycle._engine.driver.sdk.pages = pages
+        raise BackendError("503", status=503)
+        yield
+
+    lifecycle._engine.driver.sdk.pages = failing
     with pytest.raises(TemplateNotFoundError):
         async with face.entered(lifecycle.acquire()):
             pytest.fail("refused")
@@ -129,6 +156,28 @@ async def test_what_a_release_could_not_prove_the_keeper_goes_on_with(
     await assert_nothing_left(lifecycle)
 
 
+def test_a_shutdown_is_bounded_though_the_endpoint_hangs(server: Any, tmp_path: Any) -> None:
+    lifecycle = SandboxLifecycle(tmp_path / "x.db", e2b_api_url=server.url, e2b_key=server.api_key)
+    handles = [lifecycle.acquire().__enter__() for _ in range(2)]
+    hanging, go = threading.Semaphore(0), threading.Event()
+    sdk = lifecycle._cleaner.driver.sdk
+    kill = sdk.kill
+
+    async def hang(sandbox_id: str) -> bool:
+        hanging.release()
+        assert go.wait(60)
+        return bool(await kill(sandbox_id))
+
+    sdk.kill = hang
+    with pytest.raises(SandboxLeakError) as caught:
+        lifecycle.shutdown(timeout=0.1)  # returns while the kills hang
+    assert set(caught.value.sandbox_ids) == {handle.sandbox_id for handle in handles}
+    assert all(hanging.acquire(timeout=10) for _ in handles), "both were tried at once"
+    go.set()
+    with SandboxLifecycle(tmp_path / "x.db", e2b_api_url=server.url, e2b_key=server.api_key) as watcher:
+        until(lambda: len(watcher.records([State.CLEANED])) == 2, "the kills went on")
+
+
 async def test_what_a_reap_could_not_prove_is_gone_on_with(face: Face) -> None:
     lifecycle = face.open(opening_reap=False)
     dead = face.open()
@@ -169,7 +218,8 @@ async def test_a_release_that_the_ledger_refused_is_gone_on_with(face: Face, mon
 
     monkeypatch.setattr(lifecycle._book, "claim", refusing)
     with pytest.raises(OperationalError):
-        async with face.entered(lifecycle.acquire()):
+        async with face.entered(lifecycle.acquire()) as handle:
             pass
+    assert handle.sandbox_id, "held to the end"
     until(lambda: lifecycle._book.records(states_=[State.CLEANED]), "the keeper has cleaned it")
     await assert_nothing_left(lifecycle)

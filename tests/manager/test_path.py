@@ -4,13 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
-from managed_e2b import AcquireTimeoutError, Me2bError, RateLimitedError, SandboxGoneError, State, TemplateNotFoundError
+from managed_e2b import (
+    AcquireTimeoutError,
+    Me2bError,
+    RateLimitedError,
+    SandboxGoneError,
+    SandboxHandle,
+    SandboxLifecycle,
+    State,
+    StateTransitionError,
+    TemplateNotFoundError,
+)
 
-from .conftest import Face, assert_nothing_left, remote_of, settle, states_of
+from .conftest import Face, assert_nothing_left, remote_of, settle, states_of, until
 
 
 async def test_a_sandbox_is_there_in_the_block_and_proved_dead_after_it(face: Face) -> None:
@@ -150,6 +161,41 @@ async def test_shutdown_releases_what_is_held_and_ends_the_lifecycle(face: Face)
         lifecycle.acquire()
     with pytest.raises(SandboxGoneError):
         await settle(handle.run("true"))
+
+
+async def test_a_context_is_entered_once(face: Face) -> None:
+    lifecycle = face.open()
+    context = lifecycle.acquire()
+    async with face.entered(context) as handle:
+        with pytest.raises(StateTransitionError, match="entered before"):
+            async with face.entered(context):
+                pytest.fail("one context, two sandboxes")
+        assert await remote_of(lifecycle) == [handle.sandbox_id]
+    await assert_nothing_left(lifecycle)
+
+
+def test_a_generator_that_is_closed_in_its_block_releases_though_the_handle_is_kept(server: Any, tmp_path: Any) -> None:
+    def boxes() -> Iterator[SandboxHandle]:
+        with lifecycle.acquire() as handle:
+            yield handle
+
+    with SandboxLifecycle(tmp_path / "x.db", e2b_api_url=server.url, e2b_key=server.api_key) as lifecycle:
+        generator = boxes()
+        handle = next(generator)
+        generator.close()
+        until(lambda: lifecycle.records([State.CLEANED]), "the keeper has released it")
+        with pytest.raises(SandboxGoneError):
+            handle.run("true")
+
+
+def test_a_context_entered_in_one_loop_may_be_left_in_another(server: Any, tmp_path: Any) -> None:
+    lifecycle = Face("async", server, tmp_path / "x.db").open()
+    context = lifecycle.acquire()
+    handle = asyncio.run(context.__aenter__())
+    assert asyncio.run(handle.run("echo here")).stdout == "here\n"
+    asyncio.run(context.__aexit__(None, None, None))
+    until(lambda: lifecycle._book.records(states_=[State.CLEANED]), "the keeper has released it")
+    asyncio.run(lifecycle.shutdown())
 
 
 async def test_the_lifecycle_is_a_context_manager(face: Face) -> None:
