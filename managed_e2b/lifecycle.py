@@ -23,6 +23,7 @@ from .drivers.sdk import SDK_VERSION
 from .engine import host
 from .engine.acquire import acquire, validated
 from .engine.base import Acquired, Engine
+from .engine.commands import end as end_command
 from .engine.foreign import purge
 from .engine.keeper import Keeper
 from .engine.reap import Bounds, reap
@@ -130,9 +131,15 @@ class _Lifecycle:
                 caps=caps,
                 lease=lease,
                 clean=self._clean,
+                end_command=self._end_command,
             )
             self._cleaner = make(BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup))
-            self._engine = make(self._driver(wakeup), clean=self._clean_in_turn, abandoned=self._cleaner.abandoned)
+            self._engine = make(
+                self._driver(wakeup),
+                clean=self._clean_in_turn,
+                abandoned=self._cleaner.abandoned,
+                began=self._cleaner.began,
+            )
             self._book.open_owner(
                 owner,
                 here,
@@ -140,6 +147,7 @@ class _Lifecycle:
                 host.process_started(self._pid) or 0,
                 label or _program(),
                 int(stale_timeout * SECOND),
+                max_concurrent,
             )
             self._keeper = Keeper(self._cleaner, _run, stale_after=stale_timeout, reaps=opening_reap)
             self._registration: dict[str, Any] | None = None
@@ -219,6 +227,10 @@ class _Lifecycle:
         """As `_clean`, a bounded number at once. The keeper does not wait for those."""
         with self._cleaners:
             return self._clean(ticket, reason, **options)
+
+    def _end_command(self, sandbox: Any, *options: Any) -> None:
+        """End a command of a native sandbox of either face, on the blocking driver."""
+        _run(end_command(self._cleaner, self._cleaner.driver.sdk.blocking(sandbox), *options))
 
     def _clean(self, ticket: str, reason: str, **options: Any) -> bool:
         """Release a ticket on the blocking driver; one at a time for each. Whether the row is terminal."""

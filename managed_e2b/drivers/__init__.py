@@ -3,7 +3,8 @@
 from .aio import AioDriver
 from .base import Wakeup, run
 from .blocking import BlockingDriver
-from .sdk import NativeSandbox, Sdk
+from .inside import NativeSandbox
+from .sdk import Sdk
 
 __all__ = [
     "AioDriver",

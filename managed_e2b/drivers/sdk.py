@@ -10,6 +10,7 @@ import inspect
 import json
 import os
 import re
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime
 from importlib.metadata import version
@@ -23,22 +24,19 @@ from ..errors import (
     AuthenticationError,
     BackendError,
     BackendUnavailableError,
-    DeadlineExceeded,
     RateLimitedError,
     SandboxNotRunning,
-    StreamBroken,
     TemplateNotFoundError,
 )
 from ..models import RemoteSandbox
+from ..rules import retry_after
 from ..settings import E2BConfig
+from .inside import NOT_RUNNING, Inside, NativeSandbox
+from .refusals import header_of
 
 SDK_VERSION = version("e2b")
 
-NativeSandbox = e2b.Sandbox | e2b.AsyncSandbox
-
-# Newer than the oldest SDK that is supported (2.45), which says "timeout" of a sandbox that is gone, too.
-_NotRunning: type[Exception] | None = getattr(sdk_errors, "SandboxNotRunningException", None)
-_Unreachable: type[Exception] | None = getattr(sdk_errors, "SandboxUnreachableException", None)
+# Newer than the oldest SDK that is supported (2.45).
 _ServiceBusy: type[Exception] | None = getattr(sdk_errors, "ServiceBusyException", None)
 
 
@@ -49,7 +47,7 @@ _used_by: int | None = None
 """The process that made the first call. The SDK's HTTP client has threads of its own, which a fork leaves behind."""
 
 
-class Sdk:
+class Sdk(Inside):
     """Calls to one endpoint with one key. Nothing is written to the environment."""
 
     def __init__(self, config: E2BConfig, *, is_async: bool) -> None:
@@ -66,10 +64,12 @@ class Sdk:
         self._options: dict[str, Any] = {key: value for key, value in named.items() if value is not None}
         self._options["debug"] = False  # E2B_DEBUG would turn create and kill into no-ops
         self._options["validate_api_key"] = False  # other endpoints have other keys; newer SDKs do not look
-        self._control = {**self._options, "request_timeout": CONTROL_TIMEOUT}
         create = inspect.signature(self._class.create).parameters
         self._keyed = "idempotency_key" in create
         self._has_retries = "retries" in getattr(e2b.ConnectionConfig.__init__, "__annotations__", {})
+        self._control = {**self._options, "request_timeout": CONTROL_TIMEOUT}
+        if self._has_retries:
+            self._control["retries"] = 0  # the engine waits, once for all of a process, and where it can be woken
 
     # -- lifecycle ------------------------------------------------------------------------------------------
 
@@ -149,68 +149,6 @@ class Sdk:
             page = await self._call_bare("list sandboxes", paginator.next_items)
             yield [_remote(item) for item in page]
 
-    # -- inside a sandbox -----------------------------------------------------------------------------------
-
-    async def run(
-        self,
-        sandbox: NativeSandbox,
-        command: str,
-        *,
-        on_stdout: Callable[[bytes], object],
-        on_stderr: Callable[[bytes], object],
-        envs: Mapping[str, str],
-        user: str | None,
-        cwd: str | None,
-        timeout: float,
-    ) -> int:
-        """Run a command and pass on its output as bytes; its exit code, -1 when a signal ended it.
-
-        `timeout` in seconds, 0 for none. Raises DeadlineExceeded, StreamBroken, BackendError.
-        """
-        native: Any = sandbox
-        self._begin()
-        try:
-            started = native.commands.run(
-                command,
-                background=True,
-                envs=dict(envs),
-                user=user,
-                cwd=cwd,
-                timeout=timeout,
-                **self._sinks(on_stdout, on_stderr),
-            )
-            handle = await started if inspect.isawaitable(started) else started
-            _keep_bytes(handle)
-            if self._is_async:
-                await handle.wait()
-            else:
-                handle.wait(**self._wait_sinks(on_stdout, on_stderr))
-        except e2b.CommandExitException as ended:
-            return int(ended.exit_code)
-        except Exception as error:
-            if _is_deadline(error):
-                raise DeadlineExceeded(str(error)) from error
-            if isinstance(error, sdk_errors.AuthenticationException):  # of envd, not of the key: no such user
-                raise BackendError(f"cannot run a command at {self.endpoint}: {error}", status=401) from error
-            if type(error) is Exception:  # the SDK's word for "the stream ended without an end event"
-                raise StreamBroken(str(error)) from error
-            raise self._mapped(error, "run a command") from error
-        return 0
-
-    async def write_file(self, sandbox: NativeSandbox, path: str, data: bytes, user: str | None) -> None:
-        native: Any = sandbox
-        await self._call_bare("write a file", native.files.write, path, data, user=user)
-
-    async def read_file(self, sandbox: NativeSandbox, path: str, user: str | None) -> bytes:
-        """Raises FileNotFoundError when there is none."""
-        native: Any = sandbox
-        try:
-            return bytes(await self._call_bare("read a file", native.files.read, path, format="bytes", user=user))
-        except BackendError as error:
-            if isinstance(error.__cause__, sdk_errors.NotFoundException):
-                raise FileNotFoundError(path) from error
-            raise
-
     # -- inside ---------------------------------------------------------------------------------------------
 
     async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -229,16 +167,6 @@ class Sdk:
         _check_process(self.endpoint)
         _used_by = os.getpid()
 
-    def _sinks(self, on_stdout: Callable[[bytes], object], on_stderr: Callable[[bytes], object]) -> dict[str, Any]:
-        return self._wait_sinks(on_stdout, on_stderr) if self._is_async else {}
-
-    @staticmethod
-    def _wait_sinks(on_stdout: Callable[[bytes], object], on_stderr: Callable[[bytes], object]) -> dict[str, Any]:
-        return {
-            "on_stdout": lambda chunk: _ignore(on_stdout(_as_bytes(chunk))),
-            "on_stderr": lambda chunk: _ignore(on_stderr(_as_bytes(chunk))),
-        }
-
     def _mapped(self, error: Exception, what: str) -> BackendError:
         """A foreign exception by type and status; what is not recognised stays a plain BackendError."""
         told = f"cannot {what} at {self.endpoint}"
@@ -247,10 +175,13 @@ class Sdk:
                 f"{told}: the key was refused; check E2B_API_KEY (and that it belongs to this endpoint)", status=401
             )
         if isinstance(error, sdk_errors.RateLimitException):
-            return RateLimitedError(f"{told}: too many requests or sandboxes ({error})")
+            wait = retry_after.seconds(
+                header_of(error, "Retry-After", 429), time.time_ns() // 1000, header_of(error, "Date", 429)
+            )
+            return RateLimitedError(f"{told}: too many requests or sandboxes ({error})", retry_after=wait)
         if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
             return BackendUnavailableError(f"{told}: it cannot be reached; is the URL right and the server running?")
-        if isinstance(error, _NotRunning or sdk_errors.TimeoutException):  # a hint: a per-id answer decides
+        if isinstance(error, NOT_RUNNING or sdk_errors.TimeoutException):  # a hint: a per-id answer decides
             return SandboxNotRunning(f"{told}: {error}")
         if _ServiceBusy is not None and isinstance(error, _ServiceBusy):
             return BackendError(f"{told}: {error}", status=503)
@@ -273,37 +204,6 @@ def _status(error: Exception) -> int | None:
         return getattr(error, "status_code", None)
     found = re.match(r"([45]\d\d): ", str(error))
     return int(found[1]) if found else None
-
-
-def _is_deadline(error: Exception) -> bool:
-    other = tuple(kind for kind in (_NotRunning, _Unreachable) if kind is not None)
-    return isinstance(error, sdk_errors.TimeoutException) and not isinstance(error, other)
-
-
-class _Latin1:
-    """A decoder that keeps every byte: one character a byte."""
-
-    def decode(self, data: bytes, final: bool = False) -> str:
-        return data.decode("latin-1")
-
-
-def _keep_bytes(handle: Any) -> None:
-    """Have the SDK's command handle pass bytes through: it would replace what is not UTF-8 for good.
-
-    Nothing has been decoded yet: the sync handle is lazy, and the async one's task has not had its first turn.
-    """
-    for name in ("_stdout_decoder", "_stderr_decoder"):
-        if not hasattr(handle, name):
-            raise BackendError(f"e2b {SDK_VERSION} has no {name} on its command handle: upgrade managed-e2b")
-        setattr(handle, name, _Latin1())
-
-
-def _as_bytes(chunk: str) -> bytes:
-    return chunk.encode("latin-1")
-
-
-def _ignore(_result: object) -> None:
-    """Callbacks of users return what they like; the async SDK would await it."""
 
 
 def _remote(item: Any) -> RemoteSandbox:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import codecs
+import logging
 import shlex
 import time
 import uuid
@@ -14,20 +14,20 @@ from ..errors import (
     BackendError,
     CommandError,
     CommandTimeoutError,
-    DeadlineExceeded,
-    SandboxGoneError,
     SandboxNotRunning,
-    StreamBroken,
+    SandboxUnreachableError,
     ValidationError,
 )
 from ..models import CommandResult
 from .base import Acquired, Engine
+from .endings import ensure_held, why_failed
+from .sinks import Sink
+from .streams import MARK, Stream
+
+logger = logging.getLogger("managed_e2b")
 
 DEFAULT_TIMEOUT = 60.0
 """Seconds, as E2B's own `commands.run`."""
-
-MARK = "ME2B_COMMAND"
-"""An environment variable that every process of a command inherits: by it its children are found again."""
 
 _INTERPRETERS = {".py": "python3", ".sh": "bash", ".bash": "bash", ".js": "node", ".rb": "ruby", ".pl": "perl"}
 
@@ -76,39 +76,37 @@ async def run(
     if not isinstance(command, str) or not command or "\0" in command:
         raise ValidationError("run(): a command is a non-empty str, a line for bash, without NUL")
     await ensure_held(engine, acquired)
-    out, err = _Sink(on_stdout), _Sink(on_stderr)
+    out, err = Sink(on_stdout), Sink(on_stderr)
     mark = uuid.uuid4().hex
     started = time.monotonic()
-    timed_out = False
+    stream = Stream(engine, acquired, mark, out, err, timeout)
     try:
         if stdin is not None:
             command = await _with_stdin(engine, acquired, command, stdin, user, mark)
-        exit_code = await engine.driver.sdk.run(
-            acquired.sandbox,
-            command,
-            on_stdout=out.take,
-            on_stderr=err.take,
-            envs={**(envs or {}), MARK: mark},
-            user=user,
-            cwd=cwd,
-            timeout=timeout or 0,
-        )
-    except BackendError as error:
-        if (failure := out.failure or err.failure) is not None:
-            await _kill_marked(engine, acquired, mark, user)
-            raise failure from None  # the caller's own, from a callback
-        if isinstance(error, StreamBroken | SandboxNotRunning):
-            raise await broken(engine, acquired, error) from error
-        if not isinstance(error, DeadlineExceeded):
-            raise
-        if timeout is None or time.monotonic() - started < timeout * 0.9:
-            raise await broken(engine, acquired, error) from error  # an older SDK's word for a sandbox that is gone
-        exit_code, timed_out = -1, True
-        await _kill_marked(engine, acquired, mark, user)
+        exit_code = await stream.run(command, envs=envs or {}, user=user, cwd=cwd)
+        if exit_code is None:
+            await _kill_all_of(engine, acquired, mark, user)
+            stream.may_run = False
+    except SandboxUnreachableError:
+        raise
+    except Exception:
+        if stream.may_run:  # the caller's own error, from a callback
+            await engine.driver.finish(engine.end_command, acquired.sandbox, mark, user, True)
+            stream.may_run = False
+        raise
     finally:
+        if stream.may_run and engine.is_ours():  # cancelled, interrupted, or not known to have begun
+            engine.driver.begin(engine.end_command, acquired.sandbox, mark, user, stream.pid is not None)
         out.close()
         err.close()
-    result = CommandResult(bytes(out.data), bytes(err.data), exit_code, timed_out, time.monotonic() - started)
+    result = CommandResult(
+        bytes(out.data),
+        bytes(err.data),
+        -1 if exit_code is None else exit_code,
+        timed_out=exit_code is None,
+        duration=time.monotonic() - started,
+        output_lost=stream.output_lost,
+    )
     if check and not result.ok:
         raise _failure(command, result, timeout)
     return result
@@ -124,29 +122,6 @@ def script_command(directory: str, path: str, args: Sequence[str], interpreter: 
     return f"{enter} && chmod +x -- {shlex.quote(path)} && exec {quoted}"
 
 
-async def ensure_held(engine: Engine, acquired: Acquired) -> None:
-    """Raise SandboxGoneError when the handle was released, with the ledger's reason."""
-    if acquired.released:
-        raise await gone(engine, acquired)
-
-
-async def gone(engine: Engine, acquired: Acquired) -> SandboxGoneError:
-    record = await engine.driver.ledger(engine.book.record, acquired.ticket)
-    reason = record.reason if record is not None else None
-    return SandboxGoneError(
-        f"sandbox {acquired.sandbox_id} is not there any more: {reason or 'killed or expired at the backend'}",
-        sandbox_id=acquired.sandbox_id,
-        reason=reason,
-    )
-
-
-async def broken(engine: Engine, acquired: Acquired, error: BackendError) -> SandboxGoneError | BackendError:
-    """What a broken stream means: gone only if the per-id answer says so, else the error as it came."""
-    if await engine.driver.sdk.info(acquired.sandbox_id) is None:
-        return await gone(engine, acquired)
-    return error
-
-
 async def _with_stdin(
     engine: Engine, acquired: Acquired, command: str, stdin: str | bytes, user: str | None, mark: str
 ) -> str:
@@ -157,32 +132,60 @@ async def _with_stdin(
     return f"exec < {path}; rm -f {path}\n{command}"
 
 
-async def _kill_marked(engine: Engine, acquired: Acquired, mark: str, user: str | None) -> None:
-    """End a command that ran out of time with all its children. E2B itself only ends the stream.
+async def _kill_all_of(engine: Engine, acquired: Acquired, mark: str, user: str | None) -> None:
+    """End a command that ran out of time with all its children. E2B itself only ends the stream."""
+    try:
+        left = await _kill_marked(engine, acquired.sandbox, mark, user)
+    except BackendError as error:
+        raise await why_failed(engine, acquired, error) from error
+    if left:
+        raise BackendError(
+            f"a command ran past its timeout and processes {left} could not be killed: release the sandbox"
+        )
+
+
+async def end(engine: Engine, sandbox: Any, mark: str, user: str | None, begun: bool) -> None:
+    """End a command that nobody waits for any more, with all its children; in the background.
+
+    `begun=False`: it is not known to have started, so it may start a moment after it was looked for.
+    """
+    for pause in (0.0,) if begun else (0.0, 0.5, 2.0):
+        await engine.driver.wait(pause)
+        try:
+            left = await _kill_marked(engine, sandbox, mark, user)
+        except SandboxNotRunning:
+            return  # nor does anything in it
+        except BackendError as error:
+            logger.warning("a command that was given up may go on until its sandbox is released: %s", error)
+            return
+        if left:
+            logger.warning("a command was given up, and its processes %s could not be killed", left)
+
+
+async def _kill_marked(engine: Engine, sandbox: Any, mark: str, user: str | None) -> str:
+    """SIGKILL to all processes that carry a mark, and their children. The pids of those that still live.
 
     First as the command's own user, who may look into its processes everywhere; then as root, for what that left.
     """
     left = ""
     for killer in (user, "root"):
         words = " ".join(shlex.quote(word) for word in (_KILL_MARKED, "me2b", f"{MARK}={mark}", left))
-        told, ignored = _Sink(None), _Sink(None)
-        try:
-            await engine.driver.sdk.run(
-                acquired.sandbox,
-                f"/bin/sh -c {words}",
-                on_stdout=told.take,
-                on_stderr=ignored.take,
-                envs={},
-                user=killer,
-                cwd="/",
-                timeout=30,
-            )
-        except (StreamBroken, SandboxNotRunning, DeadlineExceeded) as error:
-            raise await broken(engine, acquired, error) from error
+        told, ignored = Sink(), Sink()
+        await engine.driver.sdk.run(
+            sandbox,
+            f"/bin/sh -c {words}",
+            on_start=lambda _pid: None,
+            on_stdout=told.take,
+            on_stderr=ignored.take,
+            envs={},
+            user=killer,
+            cwd="/",
+            timeout=30,
+        )
         left = told.data.decode("ascii", errors="replace").strip()
         if not left:
-            return
-    raise BackendError(f"a command ran past its timeout and processes {left} could not be killed: release the sandbox")
+            break
+    return left
 
 
 def _failure(command: str, result: CommandResult, timeout: float | None) -> CommandError:
@@ -192,30 +195,3 @@ def _failure(command: str, result: CommandResult, timeout: float | None) -> Comm
     if result.timed_out:
         return CommandTimeoutError(f"{shown!r} ran past its timeout of {timeout} s and was killed{told}", result=result)
     return CommandError(f"{shown!r} exited with {result.exit_code}{told}", result=result)
-
-
-class _Sink:
-    """Collects one stream's bytes, and tells them as text to a callback, whole characters only."""
-
-    def __init__(self, callback: Callable[[str], Any] | None) -> None:
-        self.data = bytearray()
-        self.failure: BaseException | None = None
-        self._callback = callback
-        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-
-    def take(self, chunk: bytes) -> None:
-        self.data += chunk
-        self._tell(chunk, final=False)
-
-    def close(self) -> None:
-        if self.failure is None:
-            self._tell(b"", final=True)
-
-    def _tell(self, chunk: bytes, *, final: bool) -> None:
-        if self._callback is None or not (text := self._decoder.decode(chunk, final)):
-            return
-        try:
-            self._callback(text)
-        except BaseException as error:
-            self.failure = error
-            raise

@@ -6,6 +6,7 @@ import functools
 import hashlib
 import os
 import socket
+import time
 import uuid
 from pathlib import Path
 
@@ -24,6 +25,14 @@ def here() -> Host:
     except OSError:
         namespace = UNKNOWN
     return Host(hashlib.sha256(f"managed-e2b {machine}".encode()).hexdigest()[:32], boot, namespace)
+
+
+def steady() -> float:
+    """Seconds on a clock that nobody sets; it goes on while the host sleeps, where there is one that does."""
+    return time.clock_gettime(_STEADY) if _STEADY is not None else time.monotonic()
+
+
+_STEADY: int | None = getattr(time, "CLOCK_BOOTTIME", None)
 
 
 def process_started(pid: int) -> int | None:

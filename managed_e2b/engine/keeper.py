@@ -20,6 +20,7 @@ from ..errors import BackendError
 from ..models import SandboxRecord, State
 from ..rules import leases
 from .base import Engine
+from .endings import notice
 from .reap import Bounds, reap
 
 logger = logging.getLogger("managed_e2b")
@@ -91,9 +92,9 @@ class Keeper:
 
     def _renew_one(self, record: SandboxRecord) -> None:
         engine = self._engine
-        sent_at = engine.book.now()
+        sent_at = engine.now_of(record.ticket)
         if record.hard_deadline is not None and sent_at >= record.hard_deadline:
-            engine.clean(record.ticket, "expired: its timeout has passed", patience=0.0)
+            engine.clean(record.ticket, f"expired: its timeout of {record.timeout} s has passed", patience=0.0)
             return
         seconds = leases.renewal(record, sent_at)
         if seconds is None or record.sandbox_id is None:
@@ -101,7 +102,7 @@ class Keeper:
         if self._run(engine.driver.sdk.set_timeout(record.sandbox_id, seconds)):
             engine.book.extended(record.ticket, sent_at + seconds * leases.SECOND)
         else:
-            engine.clean(record.ticket, "vanished: the backend does not know it any more", patience=0.0)
+            self._run(notice(engine, record))  # it is gone, or only paused
 
     def _reap(self) -> None:
         self._run(reap(self._engine, bounds=Bounds(stopped=self._stop.is_set)))

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from ..errors import BackendError, SandboxNotRunning, StageError, ValidationError
+from ..errors import BackendError, SandboxNotRunning, SandboxUnreachableError, StageError, ValidationError
 from .base import Acquired, Engine
-from .commands import broken, ensure_held
+from .endings import ensure_held, why_failed
 
 TASK_DIR = "/task"
 """Where staged files go, and the working directory of scripts."""
@@ -27,8 +27,8 @@ async def stage_in(
             raise StageError(
                 f"cannot stage {name!r}: {content!r} cannot be read ({error.strerror})", path=name
             ) from error
-        except SandboxNotRunning as error:
-            raise await broken(engine, acquired, error) from error
+        except (SandboxNotRunning, SandboxUnreachableError) as error:
+            raise await why_failed(engine, acquired, error) from error
         except BackendError as error:
             raise StageError(f"cannot stage {name!r} in: {error}", path=name) from error
 
@@ -45,8 +45,8 @@ async def stage_out(engine: Engine, acquired: Acquired, paths: Iterable[str], us
             found[name] = await engine.driver.sdk.read_file(acquired.sandbox, source, user)
         except FileNotFoundError as error:
             raise StageError(f"cannot stage {name!r} out: there is no {source} in the sandbox", path=name) from error
-        except SandboxNotRunning as error:
-            raise await broken(engine, acquired, error) from error
+        except (SandboxNotRunning, SandboxUnreachableError) as error:
+            raise await why_failed(engine, acquired, error) from error
         except BackendError as error:
             raise StageError(f"cannot stage {name!r} out: {error}", path=name) from error
     return found
