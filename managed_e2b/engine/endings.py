@@ -41,14 +41,14 @@ async def notice(engine: Engine, record: SandboxRecord) -> Ending | None:
     return ending
 
 
-async def of_row(engine: Engine, ticket: str, sandbox_id: str | None = None) -> SandboxGoneError:
+async def of_row(engine: Engine, ticket: str) -> SandboxGoneError:
     """The error for a row that somebody has ended, whatever it was waiting for."""
     record = await engine.driver.ledger(engine.book.record, ticket)
     ending = endings.recorded(record) if record is not None else None
     kind = engine.driver.sdk.error(ending.kind if ending is not None else SandboxGoneError)
     return kind(
         f"the request was ended meanwhile ({ending.reason if ending is not None else 'its row is gone'})",
-        sandbox_id=record.sandbox_id if record is not None else sandbox_id,
+        sandbox_id=record.sandbox_id if record is not None else None,
         reason=ending.reason if ending is not None else None,
         ticket=ticket,
         ended_at=record.ended_at if record is not None else None,

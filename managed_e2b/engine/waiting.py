@@ -9,6 +9,7 @@ from typing import TypeVar
 from ..errors import AcquireTimeoutError, BackendError, RateLimitedError, SandboxGoneError
 from ..models import Holder
 from ..rules import leases, limits, states
+from . import endings
 from .base import TICKET, Engine
 
 T = TypeVar("T")
@@ -78,13 +79,7 @@ class Waiting:
 
     async def gone(self) -> SandboxGoneError:
         """Somebody else has ended our row: a reaper that took this process for dead, or a shutdown."""
-        record = await self._engine.driver.ledger(self._engine.book.record, self._ticket)
-        reason = record.reason if record else None
-        return SandboxGoneError(
-            f"the request was ended meanwhile ({reason or 'its row is gone'})",
-            sandbox_id=record.sandbox_id if record else None,
-            reason=reason,
-        )
+        return await endings.of_row(self._engine, self._ticket)
 
     async def _ask(self, timed: bool) -> limits.Go | limits.Wait | None:
         engine, now = self._engine, time.monotonic()
