@@ -10,7 +10,6 @@ import signal
 import socket
 from collections.abc import Callable, Generator
 from pathlib import Path
-from typing import Literal
 
 import uvicorn
 
@@ -20,6 +19,7 @@ from managed_e2b.local.chaos.layer import ChaosLayer
 from managed_e2b.local.chaos.rules import Script
 from managed_e2b.local.chaos.wire import ConnectionProtocol
 from managed_e2b.local.clock import Clock, SystemClock
+from managed_e2b.local.connections import BoundedProtocol, backlog
 from managed_e2b.local.envd.app import Envd
 from managed_e2b.local.envd.signatures import signature_matches
 from managed_e2b.local.gateway import Gateway
@@ -91,7 +91,7 @@ class LocalServer:
         self._registry = SandboxRegistry(self._runtime, self._envd, clock=self._clock)
         if self._script is not None:
             self._chaos = ChaosLayer(self._registry, self._clock, self._script)
-        self._http = _Http(self._application(port), ConnectionProtocol if self._chaos is not None else "h11")
+        self._http = _Http(self._application(port), ConnectionProtocol if self._chaos is not None else BoundedProtocol)
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
         await self._http.ready(self._serving)
 
@@ -138,11 +138,12 @@ class LocalServer:
 class _Http(uvicorn.Server):
     """uvicorn without its signal handlers (what a signal means is the program's business) and without its ticks."""
 
-    def __init__(self, app: Gateway, http: Literal["h11"] | type[asyncio.Protocol]) -> None:
+    def __init__(self, app: Gateway, http: type[BoundedProtocol]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
-                http=http,  # h11 is the parser that keeps absolute-form targets whole
+                http=http,  # on h11, the parser that keeps absolute-form targets whole
+                backlog=backlog(),
                 ws="none",
                 lifespan="off",
                 access_log=False,  # signed URLs must not be written down
@@ -190,7 +191,7 @@ def _listen(port: int) -> socket.socket:
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((HOST, port))
-        listener.listen(2048)  # a burst of a thousand clients must not meet a refused connection
+        listener.listen(backlog())
         listener.setblocking(False)
     except BaseException:
         listener.close()

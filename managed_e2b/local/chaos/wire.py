@@ -8,7 +8,8 @@ import socket
 import struct
 
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from managed_e2b.local.connections import BoundedProtocol
 
 _RESET_ON_CLOSE = struct.pack("ii", 1, 0)  # SO_LINGER with no time at all
 
@@ -44,7 +45,7 @@ def current_connection() -> Connection:
     return _current.get()
 
 
-class ConnectionProtocol(H11Protocol):
+class ConnectionProtocol(BoundedProtocol):
     """uvicorn's HTTP/1.1, with the connection within the application's reach."""
 
     _connection: Connection

@@ -5,12 +5,16 @@ first byte (SCM_RIGHTS) and the object's member `fds` tells how many belong to i
 "args"}`, answers `{"id", "value"}` or `{"id", "errno", "message", "step"}`, and events `{"event", …}`. Strings may
 carry undecodable bytes as lone surrogates, as Python's file system encoding does.
 
+A process that can open no more descriptors loses those that are sent to it, but not the connection, on which the life
+of every sandbox hangs: the message they belong to becomes the failure EMFILE.
+
 Standard library only, and no asyncio: the spawner stays small because every process of ours begins as a fork of it.
 """
 
 from __future__ import annotations
 
 import array
+import errno
 import json
 import os
 import socket
@@ -25,6 +29,8 @@ _HEADER = struct.Struct("!I")
 _ANCILLARY = socket.CMSG_SPACE(MAX_FDS * array.array("i").itemsize)
 
 Message = dict[str, Any]
+
+LOST: Message = {"errno": errno.EMFILE, "message": os.strerror(errno.EMFILE), "step": "descriptors"}
 
 
 class ProtocolError(Exception):
@@ -44,8 +50,8 @@ def ancillary(fds: Sequence[int]) -> list[tuple[int, int, bytes]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds).tobytes())] if fds else []
 
 
-def receive(sock: socket.socket, size: int = 65536) -> tuple[bytes, list[int]]:
-    """Bytes and (close-on-exec) descriptors; no bytes at the end of the stream."""
+def receive(sock: socket.socket, size: int = 65536) -> tuple[bytes, list[int] | None]:
+    """Bytes, none at the end of the stream, and (close-on-exec) descriptors of one message; None: they were lost."""
     data, control, flags, _ = sock.recvmsg(size, _ANCILLARY, socket.MSG_CMSG_CLOEXEC)
     fds = array.array("i")
     for level, kind, payload in control:
@@ -53,7 +59,7 @@ def receive(sock: socket.socket, size: int = 65536) -> tuple[bytes, list[int]]:
             fds.frombytes(payload[: len(payload) - len(payload) % fds.itemsize])
     if flags & socket.MSG_CTRUNC:
         close_all(fds)
-        raise ProtocolError("descriptors were lost on the way")
+        return data, None
     return data, list(fds)
 
 
@@ -70,12 +76,13 @@ class Decoder:
 
     def __init__(self) -> None:
         self._data = bytearray()
-        self._fds: deque[int] = deque()
+        self._fds: deque[list[int] | None] = deque()  # of one message each
 
-    def feed(self, data: bytes, fds: Iterable[int] = ()) -> list[tuple[Message, list[int]]]:
+    def feed(self, data: bytes, fds: Sequence[int] | None = ()) -> list[tuple[Message, list[int]]]:
         """The messages that are complete now. Their descriptors belong to the caller. Raises ProtocolError."""
         self._data += data
-        self._fds.extend(fds)
+        if fds is None or fds:
+            self._fds.append(None if fds is None else list(fds))
         messages: list[tuple[Message, list[int]]] = []
         while len(self._data) >= _HEADER.size:
             (length,) = _HEADER.unpack_from(self._data)
@@ -96,13 +103,20 @@ class Decoder:
         if not isinstance(message, dict):
             raise ProtocolError("a frame that is not an object")
         count = message.pop("fds", 0)
-        if not isinstance(count, int) or not 0 <= count <= len(self._fds):
+        if count == 0:
+            return message, []
+        fds = self._fds.popleft() if self._fds else []
+        if fds is None:
+            return {"id": message.get("id"), **LOST}, []
+        if count != len(fds):
+            close_all(fds)
             raise ProtocolError("a frame that names descriptors which did not come")
-        return message, [self._fds.popleft() for _ in range(count)]
+        return message, fds
 
     def close(self) -> None:
         """Close descriptors of a frame that never became complete."""
-        close_all(self._fds)
+        for fds in self._fds:
+            close_all(fds or ())
         self._fds.clear()
 
 

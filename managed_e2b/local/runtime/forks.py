@@ -95,10 +95,9 @@ class Forks:
 
 
 def _receive(sock: socket.socket) -> Told:
-    try:
-        data, fds = channel.receive(sock)
-    except channel.ProtocolError as error:  # out of descriptors
-        return {"errno": errno.EMFILE, "message": str(error), "step": "fork"}, []
+    data, fds = channel.receive(sock)
+    if fds is None:
+        return channel.LOST, []
     if not data:
         return {"errno": errno.EIO, "message": "the helper process died", "step": "fork"}, fds
     return json.loads(data), fds

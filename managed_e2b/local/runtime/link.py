@@ -65,8 +65,8 @@ class Link:
             answer.set_exception(GuestGone("the sandbox is gone"))
             return number, answer
         frame = channel.encode({"id": number, "op": op, "args": args}, fds)
-        self._waiting[number] = answer
         self._unsent.append((memoryview(frame), [os.dup(fd) for fd in fds]))
+        self._waiting[number] = answer
         self._flush()
         return number, answer
 

@@ -99,7 +99,8 @@ class Spawner:
         try:
             data, fds = channel.receive(self._server)
         except ConnectionResetError:  # the server died with answers unread
-            data, fds = b"", []
+            self._forks.end()
+            return
         if not data:
             self._forks.end()
             return

@@ -53,7 +53,7 @@ def keep_user_namespace(spec: MapSpec) -> int:
         data, fds = channel.receive(ours)
         os.waitpid(pid, 0)
     if not fds:
-        told: dict[str, Any] = json.loads(data) if data else {}
+        told: dict[str, Any] = channel.LOST if fds is None else json.loads(data) if data else {}
         message = told.get("message", "the helper died")
         raise StepError(told.get("step", "user namespace"), OSError(told.get("errno", errno.EIO), message))
     return fds[0]

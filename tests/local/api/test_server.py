@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -244,3 +245,26 @@ def test_importing_the_background_server_is_cheap():
     found = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=True, timeout=PATIENCE)
     assert "managed_e2b.local.background" in found.stdout.split()
     assert not {"uvicorn", "starlette", "connectrpc"} & set(found.stdout.split())
+
+
+def is_cut(connection):
+    connection.settimeout(PATIENCE)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_connections_leave_descriptors_for_the_sandboxes(can_run_sandboxes):
+    with LocalServerProcess() as server, contextlib.ExitStack() as stack:
+        resource.prlimit(server.pid, resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+        address = ("127.0.0.1", int(server.url.rpartition(":")[2]))
+        idle = [stack.enter_context(socket.create_connection(address, PATIENCE)) for _ in range(100)]
+        assert is_cut(stack.enter_context(socket.create_connection(address, PATIENCE)))
+        idle[0].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
+        assert idle[0].recv(12) == b"HTTP/1.1 204"
+        idle[0].sendall(b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
+        while idle[0].recv(4096):
+            pass
+        sandbox = ask(server.url, server.api_key, "POST", "/v2/sandboxes", {"templateID": "base"})
+        assert sandbox["sandboxID"]

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import resource
 import socket
+from collections.abc import Iterator
 
 import pytest
 
@@ -45,3 +48,37 @@ def test_descriptors_arrive_with_their_message() -> None:
         os.write(got[2][1][1], b"third")
         assert os.read(pipes[2][0], 10) == b"third"
         assert not os.get_inheritable(got[0][1][0])
+
+
+@contextlib.contextmanager
+def no_descriptor_left() -> Iterator[None]:
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_descriptors_that_cannot_be_taken_fail_their_message_and_no_other() -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, contextlib.ExitStack() as stack:
+        pipe = os.pipe()
+        for fd in pipe:
+            stack.callback(os.close, fd)
+        channel.send(ours, {"id": 1, "value": None}, pipe)
+        channel.send(ours, {"id": 2, "value": "no descriptors"})
+        channel.send(ours, {"id": 3, "value": None}, pipe)
+        decoder, got = channel.Decoder(), []
+        with no_descriptor_left():
+            got += decoder.feed(*channel.receive(theirs))
+        while len(got) < 3:
+            got += decoder.feed(*channel.receive(theirs))
+        (lost, nothing), second, (third, fds) = got
+        for fd in fds:
+            stack.callback(os.close, fd)
+        assert (lost["id"], lost["errno"], nothing) == (1, errno.EMFILE, [])
+        assert second == ({"id": 2, "value": "no descriptors"}, [])
+        assert (third["id"], len(fds)) == (3, 2)
