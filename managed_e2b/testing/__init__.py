@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from .chaos import Chaos, ChaosError, ChaosScript, Journal, Request
     from .clock import SteppedClock
+    from .ledger import LedgerConformance
     from .server import TestServer, local_server
 
 __all__ = [
@@ -23,6 +24,7 @@ __all__ = [
     "ChaosError",
     "ChaosScript",
     "Journal",
+    "LedgerConformance",
     "Request",
     "SteppedClock",
     "TestServer",
@@ -34,6 +36,7 @@ _HOME = {
     "ChaosError": "chaos",
     "ChaosScript": "chaos",
     "Journal": "chaos",
+    "LedgerConformance": "ledger",
     "Request": "chaos",
     "SteppedClock": "clock",
     "TestServer": "server",

@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from managed_e2b.ledger import Ledger, open_engine
-
 
 def _postgres_tool(name: str) -> str | None:
     found = shutil.which(name)
@@ -75,28 +73,3 @@ def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     with psycopg.connect(server, autocommit=True) as connection:
         connection.execute(f"CREATE DATABASE {name}".encode())
     return server.replace("/postgres?", f"/{name}?")
-
-
-class Clock:
-    """A clock that stands until it is told to step."""
-
-    def __init__(self) -> None:
-        self.now = 1_000_000_000_000
-
-    def __call__(self) -> int:
-        return self.now
-
-    def step(self, seconds: float) -> None:
-        self.now += int(seconds * 1_000_000)
-
-
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def ledger(url: str, clock: Clock) -> Iterator[Ledger]:
-    book = Ledger(open_engine(url), clock)
-    yield book
-    book.close()
