@@ -173,7 +173,7 @@ def run_command(pidfd: int, job: Job, report: socket.socket) -> None:
     marker = os.open("ns/cgroup", os.O_RDONLY | os.O_CLOEXEC, dir_fd=own)
     _limit_resources()
     with step("seccomp"):
-        seccomp.forbid_keys()
+        seccomp.install()
     linux.limit_capabilities()
     with step("user"):
         with contextlib.suppress(PermissionError):

@@ -117,6 +117,29 @@ async def test_the_kernels_keys_cannot_be_reached(box: Box, user: str) -> None:
     assert set(result.out.splitlines()) == {"-1 EPERM"}
 
 
+SOCKETS = """
+import ctypes, errno, os, socket
+def kind(family):
+    try:
+        return socket.socket(family, socket.SOCK_STREAM).close() or "made"
+    except OSError as error:
+        return errno.errorcode[error.errno]
+print(*map(kind, (socket.AF_UNIX, socket.AF_INET, socket.AF_VSOCK, 38)))
+libc = ctypes.CDLL(None, use_errno=True)
+print(libc.syscall(425, 8, ctypes.create_string_buffer(256)), errno.errorcode[ctypes.get_errno()])
+socket.socketpair()
+"""
+
+
+@both
+async def test_no_socket_leads_out_of_the_network_namespace(box: Box, user: str) -> None:
+    """AF_VSOCK would: to the host's own listeners, and to a hypervisor. io_uring would make one past the filter."""
+    result = await box.run(f"python3 -c '{SOCKETS}'", user=user)
+    if "not found" in result.err:
+        pytest.skip("this host has no python3 for sandboxes")
+    assert result.out.splitlines() == ["made made EAFNOSUPPORT EAFNOSUPPORT", "-1 ENOSYS"]
+
+
 WATCH_FOR_STRANGERS = """
 import glob, os, sys
 seen = set()
