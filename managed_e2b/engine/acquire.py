@@ -22,8 +22,9 @@ from ..errors import (
 from ..models import AcquireRequest
 from ..rules import failures, leases
 from . import host
+from .adoption import adopt
 from .base import OWNER, TICKET, Acquired, Engine, Scope
-from .release import lookup
+from .listing import lookup
 from .waiting import Waiting
 
 
@@ -143,7 +144,9 @@ class _Attempt:
                 if verdict is failures.Verdict.REFUSED:
                     raise error from None  # what failed first; the release looks again
         if found and verdict is failures.Verdict.UNKNOWN:
-            return await engine.driver.sdk.adopt(found[0], seconds)
+            adopted = await adopt(engine, found, seconds)
+            if adopted is not None:
+                return adopted
         if verdict is failures.Verdict.REFUSED:
             self.sent = bool(found)  # the release kills what was found, contrary to the answer
             raise error

@@ -16,10 +16,9 @@ from ..rules import cleanup, failures
 from ..rules.cleanup import Judgement, Kind
 from ..rules.leases import SECOND
 from .base import OWNER, TICKET, Engine
+from .listing import read
+from .patience import patiently
 from .reap import Bounds, alive
-
-MAX_PAGES = 100
-"""The most pages of a list that one pass reads."""
 
 PATIENCE = 2.0
 """Seconds for which a per-id 404 is waited for after one DELETE."""
@@ -36,29 +35,12 @@ class Survey:
 
 async def survey(engine: Engine, bounds: Bounds) -> Survey:
     """List what runs or is paused for this key, and judge each. Raises AuthenticationError only."""
-    listed: dict[str, RemoteSandbox] = {}
-    cut: str | None = None
-    pages = 0
-    try:
-        async for page in engine.driver.sdk.pages():
-            fresh = {item.sandbox_id: item for item in page if item.sandbox_id not in listed}
-            listed |= fresh
-            pages += 1
-            if page and not fresh:
-                cut = "the list repeats itself"
-            elif pages >= MAX_PAGES:
-                cut = f"{MAX_PAGES} pages of the list were read"
-            else:
-                cut = bounds.cut(len(listed))
-            if cut is not None:
-                break
-    except AuthenticationError:
-        raise
-    except BackendError as error:
-        cut = f"the list broke off: {error}"
+    listing = await read(engine, cut=lambda _listed: bounds.cut(0))
+    if isinstance(listing.error, AuthenticationError):
+        raise listing.error
     now = await engine.driver.ledger(engine.book.now)
-    judged = await judge(engine, listed.values())
-    return Survey(tuple(judged), cleanup.backend_now(listed.values(), now), cut)
+    judged = await judge(engine, listing.found.values())
+    return Survey(tuple(judged), cleanup.backend_now(listing.found.values(), now), listing.cut)
 
 
 async def judge(engine: Engine, listed: Iterable[RemoteSandbox]) -> list[tuple[RemoteSandbox, Judgement]]:
@@ -112,7 +94,7 @@ async def end(
     """Ask for the id, judge again, DELETE once, and prove it by a per-id 404. What came of it, and why."""
     sdk, sandbox_id = engine.driver.sdk, sandbox.sandbox_id
     try:
-        found = await sdk.info(sandbox_id)
+        found = await patiently(engine, sdk.info, sandbox_id)
         if found is None:
             return "gone", "it was listed, and is not there"
         ((_, again),) = await judge(engine, [found])
@@ -120,7 +102,7 @@ async def end(
             return "kept", again.why
         if not want.listed(found, now):
             return "kept", "the list told otherwise than it does itself"
-        if not await sdk.kill(sandbox_id):
+        if not await patiently(engine, sdk.kill, sandbox_id):
             return "cleaned", judgement.why
         deadline = time.monotonic() + PATIENCE
         attempt = 0

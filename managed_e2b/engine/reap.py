@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from ..models import Owner, ReapAction, Reaped, ReapReport, SandboxRecord, State
 from ..rules import cleanup, failures, liveness, states
-from ..rules.endings import OWNER_DEAD
+from ..rules.cleanup import OWNER_DEAD
 from . import host
 from .base import Engine
 

@@ -12,6 +12,7 @@ from ..rules import cleanup, endings, states
 from ..rules.cleanup import Judgement, Kind
 from . import foreign
 from .base import Engine
+from .patience import patiently
 from .reap import Bounds, alive
 
 
@@ -59,7 +60,7 @@ async def _row(engine: Engine, record: SandboxRecord, *, owner_alive: bool) -> C
     if record.sandbox_id is None:
         return _compared(record, "unknown", "its create is not answered yet")
     try:
-        found = await d.sdk.info(record.sandbox_id)
+        found = await patiently(engine, d.sdk.info, record.sandbox_id)
     except AuthenticationError:
         raise
     except BackendError as error:

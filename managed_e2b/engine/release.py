@@ -12,7 +12,8 @@ from collections.abc import Collection
 from ..errors import BackendError
 from ..models import SandboxRecord, State
 from ..rules import failures, leases, states
-from .base import TICKET, Engine
+from .base import Engine
+from .listing import lookup
 
 logger = logging.getLogger("managed_e2b")
 
@@ -21,9 +22,6 @@ PATIENCE = 10.0
 
 FIND_PATIENCE = 3.0
 """Seconds for which one release looks for what a create without an answer may have made. Then the keeper goes on."""
-
-LOOKUP_PAGES = 20
-"""The most pages of a list that a lookup by ticket reads."""
 
 
 async def release(
@@ -71,19 +69,6 @@ async def release(
         current = await d.ledger(book.record, ticket)
         return current is not None and current.state in states.TERMINAL
     return True
-
-
-async def lookup(engine: Engine, ticket: str) -> list[str]:
-    """Ids of sandboxes that carry a ticket. An empty answer proves nothing: lists lag and lose."""
-    found: list[str] = []
-    pages = 0
-    async for page in engine.driver.sdk.pages({TICKET: ticket}):
-        # Compared here too: an endpoint that ignores the filter must not cost a stranger's sandbox.
-        found += [item.sandbox_id for item in page if item.metadata.get(TICKET) == ticket]
-        pages += 1
-        if pages >= LOOKUP_PAGES:
-            break
-    return found
 
 
 async def _find(engine: Engine, record: SandboxRecord, deadline: float) -> list[str]:

@@ -20,6 +20,9 @@ TICKET = "me2b_ticket"
 OWNER = "me2b_owner"
 """Metadata keys on every sandbox of ours: which row of a ledger it belongs to, and whose it is."""
 
+OWNER_DEAD = "its owner is dead"
+"""How the reason of a row begins that a reaper ended."""
+
 
 @dataclass(frozen=True)
 class Want:
