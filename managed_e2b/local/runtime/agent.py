@@ -8,6 +8,7 @@ Standard library only; runs in a fork of the spawner.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -17,6 +18,13 @@ from managed_e2b.local.runtime import agent_ops, channel, children, linux
 
 # User namespaces inside a sandbox would give every process there all capabilities over a mount namespace of its own.
 _NO_NESTED_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
+# What the host allows a user for all of them, its own programs included: all sandboxes count as the server's user. And
+# what one sandbox may have of it.
+_SHARES = {
+    "/proc/sys/fs/inotify/max_user_instances": "/proc/sys/user/max_inotify_instances",
+    "/proc/sys/fs/inotify/max_user_watches": "/proc/sys/user/max_inotify_watches",
+}
+_SHARE = 4  # a quarter
 
 
 def run(pidfd: int, connection: socket.socket, report: socket.socket, parent: int) -> None:
@@ -42,6 +50,10 @@ def _prepare_sandbox() -> None:
         linux.mount("none", "/usr", None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_NODEV)
     with children.step("forbid nested user namespaces"):
         children.write_text(_NO_NESTED_USER_NAMESPACES, "0")
+    with children.step("limit inotify"), contextlib.suppress(FileNotFoundError):  # a kernel without it
+        for whole, share in _SHARES.items():
+            with open(whole, "rb") as file:
+                children.write_text(share, str(max(1, int(file.read()) // _SHARE)))
 
 
 def serve(connection: socket.socket) -> None:

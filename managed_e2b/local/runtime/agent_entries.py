@@ -70,7 +70,11 @@ def open_regular(path: bytes, flags: int, mode: int = 0) -> int:
             raise
     fd = os.open(path, flags | OPEN_FLAGS, mode)
     try:
-        refuse_special(os.fstat(fd))
+        status = os.fstat(fd)
+        refuse_special(status)
+        if flags & os.O_ACCMODE != os.O_RDONLY and status.st_dev == os.stat(b"/proc").st_dev:
+            # It would be the server that writes, and the kernel asks there what the writer may do to the system.
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
     except OSError:
         os.close(fd)
         raise

@@ -33,7 +33,7 @@ _FROM_ETC = (
     "locale.alias", "locale.conf", "localtime", "login.defs", "lsb-release", "magic", "magic.mime", "mime.types",
     "networks", "os-release", "perl", "pki/ca-trust/extracted", "pki/tls/certs", "protocols", "python3",
     "python3.11", "python3.12", "python3.13", "redhat-release", "rpc", "services", "skel", "ssl/certs",
-    "ssl/openssl.cnf", "terminfo", "timezone", "vim", "xattr.conf", "xdg",
+    "ssl/openssl.cnf", "terminfo", "timezone", "vim", "xattr.conf",
 )  # fmt: skip
 _SKELETON_DEPTH = 3  # below /usr; deeper below /usr/local and where Python's packages lie
 _DEEPER = ("local", "lib/python3")

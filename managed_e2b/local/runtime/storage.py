@@ -64,10 +64,9 @@ def claim(place: Path, ids: IdMap) -> Home:
     """Make a directory of our own below `place`, which only the sandboxes' root enters. Raises RuntimeUnavailable."""
     top = place / "sandboxes"
     try:
-        place.mkdir(parents=True, exist_ok=True, mode=0o700)
-        top.mkdir(exist_ok=True)
         for directory in (place, top):
-            status = directory.lstat()
+            directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            status = directory.lstat()  # before anything is made in it: somebody else's link may be there
             if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 raise RuntimeUnavailable(f"{directory} is not a directory that only you can write to: choose another")
         top.chmod(0o711)  # the spawner shows `top` to the sandboxes' ids, who must pass it

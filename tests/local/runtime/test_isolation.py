@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import re
 import socket
@@ -138,6 +139,36 @@ async def test_no_socket_leads_out_of_the_network_namespace(box: Box, user: str)
     if "not found" in result.err:
         pytest.skip("this host has no python3 for sandboxes")
     assert result.out.splitlines() == ["made made EAFNOSUPPORT EAFNOSUPPORT", "-1 ENOSYS"]
+
+
+INOTIFY = """
+import ctypes
+libc = ctypes.CDLL(None)
+made = 0
+while libc.inotify_init1(0) >= 0:
+    made += 1
+print(made)
+"""
+
+
+@both
+async def test_a_sandbox_cannot_take_all_inotify_instances(box: Box, user: str) -> None:
+    """The kernel counts them for the server's user, whose other programs need some too."""
+    result = await box.run(f"cat /proc/sys/fs/inotify/max_user_instances; python3 -c '{INOTIFY}'", user=user)
+    if "not found" in result.err:
+        pytest.skip("this host has no python3 for sandboxes")
+    allowed, made = map(int, result.out.split())
+    assert made <= allowed // 4
+
+
+async def test_nothing_in_proc_is_opened_for_the_server_to_write(box: Box) -> None:
+    """The server may do more to a process than anybody inside: keep it from being killed when memory ends, say."""
+    sleeper = await box.start("sleep 60")
+    for name in ("oom_score_adj", "autogroup", "mem"):
+        path = f"/proc/{sleeper.pid}/{name}"
+        with pytest.raises(GuestError) as caught:
+            await box.guest.call("open_write", path=path, uid=0, gid=0, metadata={})
+        assert caught.value.errno == errno.EPERM
 
 
 WATCH_FOR_STRANGERS = """

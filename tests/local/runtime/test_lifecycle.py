@@ -274,3 +274,12 @@ async def test_a_place_that_others_can_write_to_is_refused(tmp_path: Path, runti
     place.chmod(0o777)
     with pytest.raises(RuntimeUnavailable, match="only you can write"):
         storage.claim(place, runtime.ids)
+
+
+async def test_nothing_is_made_where_somebody_elses_link_leads(tmp_path: Path, runtime: BubblewrapRuntime) -> None:
+    elsewhere, place = tmp_path / "elsewhere", tmp_path / "place"
+    elsewhere.mkdir()
+    place.symlink_to(elsewhere)
+    with pytest.raises(RuntimeUnavailable, match="only you can write"):
+        storage.claim(place, runtime.ids)
+    assert list(elsewhere.iterdir()) == []
