@@ -26,6 +26,8 @@ from .engine.base import Acquired, Engine
 from .engine.commands import end as end_command
 from .engine.foreign import purge
 from .engine.keeper import Keeper
+from .engine.listing import read as listing_of
+from .engine.patience import Hold
 from .engine.reap import Bounds, reap
 from .engine.reconcile import reconcile
 from .engine.release import release
@@ -132,6 +134,7 @@ class _Lifecycle:
                 lease=lease,
                 clean=self._clean,
                 end_command=self._end_command,
+                calls=Hold(),
             )
             self._cleaner = make(BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup))
             self._engine = make(
@@ -552,10 +555,10 @@ class _Visit:
 
 
 async def _list_remote(engine: Engine) -> list[RemoteSandbox]:
-    found: list[RemoteSandbox] = []
-    async for page in engine.driver.sdk.pages():
-        found += page
-    return found
+    listing = await listing_of(engine)
+    if listing.error is not None:
+        raise listing.error
+    return list(listing.found.values())
 
 
 def _positive(name: str, value: object, *kinds: type) -> None:

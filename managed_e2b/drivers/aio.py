@@ -27,7 +27,10 @@ class AioDriver:
         self._pool = ThreadPoolExecutor(_LEDGER_THREADS, thread_name_prefix="me2b-ledger")
 
     async def ledger(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-        future = self._pool.submit(functools.partial(function, *args, **kwargs))
+        try:
+            future = self._pool.submit(functools.partial(function, *args, **kwargs))
+        except RuntimeError:  # a pool takes nothing more once the main thread has ended; others still hold sandboxes
+            future = self._background.start(function, *args, **kwargs)
         cancelled = await _wait_out(future, None)
         if cancelled is not None:
             raise cancelled

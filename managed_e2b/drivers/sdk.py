@@ -67,9 +67,9 @@ class Sdk(Inside):
         create = inspect.signature(self._class.create).parameters
         self._keyed = "idempotency_key" in create
         self._has_retries = "retries" in getattr(e2b.ConnectionConfig.__init__, "__annotations__", {})
-        self._control = {**self._options, "request_timeout": CONTROL_TIMEOUT}
-        if self._has_retries:
-            self._control["retries"] = 0  # the engine waits, once for all of a process, and where it can be woken
+        # The engine waits and tries again, knowing why: never the SDK.
+        self._once = {**self._options, "retries": 0} if self._has_retries else self._options
+        self._control = {**self._once, "request_timeout": CONTROL_TIMEOUT}
 
     # -- lifecycle ------------------------------------------------------------------------------------------
 
@@ -84,9 +84,7 @@ class Sdk(Inside):
         idempotency_key: str,
     ) -> NativeSandbox:
         """One POST. `timeout` in seconds. Never retried in here: the engine decides what a failure proves."""
-        options = dict(self._options)
-        if self._has_retries:
-            options["retries"] = 0
+        options = dict(self._once)
         if self._keyed:
             options["idempotency_key"] = idempotency_key
         if allow_internet_access is not None:
@@ -104,10 +102,7 @@ class Sdk(Inside):
                     f"{self.endpoint} has no template {template!r}: check its name with `e2b template list`", status=404
                 ) from error
             raise self._mapped(error, "create a sandbox") from error
-        if self._has_retries:
-            # The user's own calls on the native object keep the SDK's default.
-            sandbox.connection_config.retries = e2b.ConnectionConfig(**self._options).retries
-        return sandbox  # type: ignore[no-any-return]
+        return self._as_users_want(sandbox)
 
     async def kill(self, sandbox_id: str) -> bool:
         """DELETE by id. True: the endpoint took it, which proves nothing. False: a per-id 404, which proves death."""
@@ -135,10 +130,8 @@ class Sdk(Inside):
 
     async def adopt(self, sandbox_id: str, seconds: int) -> NativeSandbox:
         """A native object for a sandbox of ours whose create was not answered."""
-        sandbox = await self._call_bare(
-            "connect to a sandbox", self._class.connect, sandbox_id, seconds, **self._options
-        )
-        return sandbox  # type: ignore[no-any-return]
+        sandbox = await self._call_bare("connect to a sandbox", self._class.connect, sandbox_id, seconds, **self._once)
+        return self._as_users_want(sandbox)
 
     async def pages(self, metadata: Mapping[str, str] | None = None) -> AsyncIterator[list[RemoteSandbox]]:
         """Running and paused sandboxes, a page at a time. A clue, never a proof."""
@@ -150,6 +143,12 @@ class Sdk(Inside):
             yield [_remote(item) for item in page]
 
     # -- inside ---------------------------------------------------------------------------------------------
+
+    def _as_users_want(self, sandbox: Any) -> NativeSandbox:
+        """Their own calls on the native object keep the SDK's default of retries."""
+        if self._has_retries:
+            sandbox.connection_config.retries = e2b.ConnectionConfig(**self._options).retries
+        return sandbox  # type: ignore[no-any-return]
 
     async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         return await self._call_bare(what, function, *args, **self._control)

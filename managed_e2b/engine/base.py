@@ -18,6 +18,7 @@ from ..rules.limits import Caps
 from . import host
 from .driver import Driver
 from .line import Line
+from .patience import Hold
 
 
 class Scope:
@@ -50,6 +51,9 @@ class Engine:
     """When the sandboxes in use here were asked for: by the ledger's clock, and by one that nobody sets."""
 
     line: Line = field(default_factory=Line)
+    calls: Hold = field(default_factory=Hold)
+    """Until when the endpoint's control plane wants to be left alone, creates apart."""
+
     pid: int = field(default_factory=os.getpid)
 
     def is_ours(self) -> bool:

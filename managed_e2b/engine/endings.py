@@ -7,6 +7,10 @@ from ..models import SandboxRecord, State
 from ..rules import endings
 from ..rules.endings import Answer, Ending
 from .base import Acquired, Engine
+from .patience import patiently
+
+_PATIENCE = 5.0
+"""Seconds for which the backend is asked what became of a sandbox while it answers 429."""
 
 
 async def ensure_held(engine: Engine, acquired: Acquired) -> None:
@@ -77,7 +81,7 @@ async def _judge(engine: Engine, record: SandboxRecord, *, released: bool) -> tu
 
 async def _ask(engine: Engine, sandbox_id: str) -> Answer:
     try:
-        return endings.answer_of(await engine.driver.sdk.info(sandbox_id))
+        return endings.answer_of(await patiently(engine, engine.driver.sdk.info, sandbox_id, patience=_PATIENCE))
     except BackendError:
         return Answer.UNKNOWN
 

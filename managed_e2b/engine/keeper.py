@@ -21,6 +21,7 @@ from ..models import SandboxRecord, State
 from ..rules import leases
 from .base import Engine
 from .endings import notice
+from .patience import patiently
 from .reap import Bounds, reap
 
 logger = logging.getLogger("managed_e2b")
@@ -30,6 +31,9 @@ TICK = 1.0
 
 REAP_INTERVAL = 60.0
 """Seconds between two looks for owners that died."""
+
+_RENEWAL_PATIENCE = 5.0
+"""Seconds for which one renewal waits when it is answered by 429; the next round goes on."""
 
 Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
@@ -99,7 +103,10 @@ class Keeper:
         seconds = leases.renewal(record, sent_at)
         if seconds is None or record.sandbox_id is None:
             return
-        if self._run(engine.driver.sdk.set_timeout(record.sandbox_id, seconds)):
+        extend = patiently(
+            engine, engine.driver.sdk.set_timeout, record.sandbox_id, seconds, patience=_RENEWAL_PATIENCE
+        )
+        if self._run(extend):
             engine.book.extended(record.ticket, sent_at + seconds * leases.SECOND)
         else:
             self._run(notice(engine, record))  # it is gone, or only paused
@@ -109,6 +116,8 @@ class Keeper:
 
     def _sweep(self) -> None:
         engine = self._engine
+        if engine.calls.left():
+            return  # the endpoint wants to be left alone: what is due stays due
         # Ours, and what a reap of ours has claimed of dead owners: nobody else goes on with those while we live.
         claimed = engine.book.records(states_=[State.CLEANING], claimed_by=engine.owner)
         due = {record.ticket: record.reason or "released" for record in claimed}

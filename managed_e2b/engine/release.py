@@ -9,11 +9,12 @@ import logging
 import time
 from collections.abc import Collection
 
-from ..errors import BackendError
+from ..errors import BackendError, RateLimitedError
 from ..models import SandboxRecord, State
 from ..rules import failures, leases, states
 from .base import Engine
 from .listing import lookup
+from .patience import patiently
 
 logger = logging.getLogger("managed_e2b")
 
@@ -46,10 +47,13 @@ async def release(
             d.notify()
         return current is None or current.state in states.TERMINAL
     deadline = time.monotonic() + (PATIENCE if patience is None else patience)
+    refused = record.refused_at is not None
     try:
         ids = [record.sandbox_id] if record.sandbox_id else []
         if not ids and sent:
-            ids = await _find(engine, record, min(deadline, time.monotonic() + FIND_PATIENCE))
+            # After a 429 one look is enough: the endpoint itself has said that it made nothing.
+            patience = 0.0 if refused else FIND_PATIENCE
+            ids = await _find(engine, record, min(deadline, time.monotonic() + patience))
         for sandbox_id in ids:
             if not await _prove_dead(engine, sandbox_id, deadline):
                 await d.ledger(book.note, ticket, f"{sandbox_id} still answers after DELETE")
@@ -60,7 +64,7 @@ async def release(
         return False
     if ids:
         ended = await d.ledger(book.cleaned, ticket, engine.owner)
-    elif not sent or leases.must_have_expired(record, await d.ledger(book.now)):
+    elif not sent or refused or leases.must_have_expired(record, await d.ledger(book.now)):
         ended = await d.ledger(book.create_failed, ticket, engine.owner, record.last_error or "nothing was created")
     else:
         return False
@@ -75,30 +79,33 @@ async def _find(engine: Engine, record: SandboxRecord, deadline: float) -> list[
     """What a create without an answer has made. It may be in the making: look until the deadline."""
     attempt = 0
     while True:
-        found = await lookup(engine, record.ticket)
+        found = await lookup(engine, record.ticket, patience=deadline - time.monotonic())
         if len(found) == 1:  # more than one: none of them alone tells that all are dead
             await engine.driver.ledger(engine.book.found, record.ticket, found[0])
         if found or time.monotonic() >= deadline:
             return found
-        await engine.driver.wait(failures.backoff(attempt))
+        await engine.driver.wait(failures.backoff(attempt), record.ticket)
         attempt += 1
 
 
 async def _prove_dead(engine: Engine, sandbox_id: str, deadline: float) -> bool:
     """DELETE until a per-id answer says 404, or the deadline has passed. Raises the last BackendError then."""
     attempt = 0
+    sdk = engine.driver.sdk
     while True:
         failure: BackendError | None = None
         try:
-            if not await engine.driver.sdk.kill(sandbox_id):
+            if not await patiently(engine, sdk.kill, sandbox_id, patience=deadline - time.monotonic()):
                 return True
-            if await engine.driver.sdk.info(sandbox_id) is None:
+            if await patiently(engine, sdk.info, sandbox_id, patience=deadline - time.monotonic()) is None:
                 return True
+        except RateLimitedError:
+            raise  # what it asked for does not fit into our time
         except BackendError as error:
             failure = error
         if time.monotonic() >= deadline:
             if failure is not None:
                 raise failure
             return False
-        await engine.driver.wait(failures.backoff(attempt))
+        await engine.driver.wait(failures.backoff(attempt), sandbox_id)
         attempt += 1

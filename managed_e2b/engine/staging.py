@@ -5,9 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 
-from ..errors import BackendError, SandboxNotRunning, SandboxUnreachableError, StageError, ValidationError
+from ..errors import (
+    BackendError,
+    RateLimitedError,
+    SandboxNotRunning,
+    SandboxUnreachableError,
+    StageError,
+    ValidationError,
+)
 from .base import Acquired, Engine
 from .endings import ensure_held, why_failed
+from .patience import Hold, patiently
 
 TASK_DIR = "/task"
 """Where staged files go, and the working directory of scripts."""
@@ -22,13 +30,15 @@ async def stage_in(
     for target, (name, content) in targets.items():
         try:
             data = _data(content)
-            await engine.driver.sdk.write_file(acquired.sandbox, target, data, user)
+            await patiently(engine, engine.driver.sdk.write_file, acquired.sandbox, target, data, user, hold=Hold())
         except OSError as error:
             raise StageError(
                 f"cannot stage {name!r}: {content!r} cannot be read ({error.strerror})", path=name
             ) from error
         except (SandboxNotRunning, SandboxUnreachableError) as error:
             raise await why_failed(engine, acquired, error) from error
+        except RateLimitedError:
+            raise
         except BackendError as error:
             raise StageError(f"cannot stage {name!r} in: {error}", path=name) from error
 
@@ -42,11 +52,15 @@ async def stage_out(engine: Engine, acquired: Acquired, paths: Iterable[str], us
     found: dict[str, bytes] = {}
     for name, source in sources.items():
         try:
-            found[name] = await engine.driver.sdk.read_file(acquired.sandbox, source, user)
+            found[name] = await patiently(
+                engine, engine.driver.sdk.read_file, acquired.sandbox, source, user, hold=Hold()
+            )
         except FileNotFoundError as error:
             raise StageError(f"cannot stage {name!r} out: there is no {source} in the sandbox", path=name) from error
         except (SandboxNotRunning, SandboxUnreachableError) as error:
             raise await why_failed(engine, acquired, error) from error
+        except RateLimitedError:
+            raise
         except BackendError as error:
             raise StageError(f"cannot stage {name!r} out: {error}", path=name) from error
     return found

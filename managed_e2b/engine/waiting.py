@@ -6,11 +6,12 @@ import random
 import time
 from typing import TypeVar
 
-from ..errors import AcquireTimeoutError, BackendError, RateLimitedError, SandboxGoneError
+from ..errors import AcquireTimeoutError, RateLimitedError, SandboxGoneError
 from ..models import Holder
 from ..rules import leases, limits, states
 from . import endings
 from .base import TICKET, Engine
+from .listing import read
 
 T = TypeVar("T")
 
@@ -132,25 +133,16 @@ class Waiting:
 
     async def _counted(self) -> str:
         """What fills an account that the ledger sees room in: sandboxes that it does not know of."""
-        listed = unknown = pages = 0
-        try:
-            async for page in self._engine.driver.sdk.pages():
-                tickets = [item.metadata.get(TICKET, "") for item in page]
-                known = await self._engine.driver.ledger(
-                    self._engine.book.known, [ticket for ticket in tickets if ticket], []
-                )
-                ours = {record.ticket for record in known}
-                listed += len(page)
-                unknown += sum(ticket not in ours for ticket in tickets)
-                pages += 1
-                if pages >= COUNT_PAGES:
-                    break
-        except BackendError as error:
-            return f"(What runs there could not be listed: {type(error).__name__}.)"
-        return (
-            f"It lists {listed} sandboxes of this key; {unknown} of them are unknown to this ledger"
-            f"{': `me2b reap --foreign` can end those' if unknown else ''}."
-        )
+        engine = self._engine
+        listing = await read(engine, pages=COUNT_PAGES, patience=0.0)
+        if listing.error is not None:
+            return f"(What runs there could not be listed: {type(listing.error).__name__}.)"
+        tickets = [item.metadata.get(TICKET, "") for item in listing.found.values()]
+        known = await engine.driver.ledger(engine.book.known, [ticket for ticket in tickets if ticket], [])
+        ours = {record.ticket for record in known}
+        unknown = sum(ticket not in ours for ticket in tickets)
+        told = f"It lists {len(tickets)} sandboxes of this key; {unknown} of them are unknown to this ledger"
+        return f"{told}: `me2b reap --foreign` can end those." if unknown else f"{told}."
 
 
 _SHOWN = 20
