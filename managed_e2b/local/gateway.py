@@ -22,6 +22,7 @@ from managed_e2b.local.routing import ToControlPlane, ToSandbox, ToSigned, route
 from managed_e2b.local.runtime.base import GuestGone
 from managed_e2b.local.sandboxes import SandboxRegistry
 
+KEY_HEADERS = (b"x-api-key", b"authorization")
 TRAFFIC_TOKEN_HEADER = "e2b-traffic-access-token"  # the name of a header, no secret
 
 
@@ -40,7 +41,7 @@ class InFront(Protocol):
 
 
 class Gateway:
-    """The server's ASGI application. `in_front`: of the sandboxes, when there is anything."""
+    """The server's ASGI application. `in_front`: of the sandboxes, if anything. `api_key`: what they must not learn."""
 
     def __init__(
         self,
@@ -48,11 +49,14 @@ class Gateway:
         control_plane: ASGIApp,
         signature_matches: SignatureMatches,
         in_front: InFront | None = None,
+        *,
+        api_key: str,
     ) -> None:
         self._registry = registry
         self._control_plane = control_plane
         self._signature_matches = signature_matches
         self._in_front = in_front
+        self._api_key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -117,8 +121,17 @@ class Gateway:
         if target.port == ENVD_PORT:
             await sandbox.envd(scope, receive, send)
         else:
-            await proxy(sandbox, target.port, scope, receive, send)
+            await proxy(sandbox, target.port, self._without_key(scope), receive, send)
         return None
+
+    def _without_key(self, scope: Scope) -> Scope:
+        """A client may send the server's key with all its requests: what runs in a sandbox must not learn it."""
+        headers = [
+            (name, value)
+            for name, value in scope["headers"]
+            if name not in KEY_HEADERS or value.split()[-1:] != [self._api_key]
+        ]
+        return {**scope, "headers": headers}
 
     async def _wake(self, sandbox: Sandbox, target: ToSandbox, headers: Headers) -> bool:
         """Resume a sandbox that wants to be resumed by traffic; for envd's the caller must have its token."""

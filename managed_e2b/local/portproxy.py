@@ -10,6 +10,7 @@ import contextlib
 import errno
 import logging
 import socket
+from collections.abc import Iterable
 
 import h11
 from starlette.datastructures import Headers
@@ -64,10 +65,18 @@ def _request(sandbox: Sandbox, port: int, scope: Scope) -> h11.Request:
         target=scope["raw_path"] + (b"?" + query if query else b""),
         headers=[
             (b"host", host.encode("latin-1")),
-            *((name, value) for name, value in scope["headers"] if name not in _NOT_FORWARDED),
+            *_passed_on(scope["headers"], _NOT_FORWARDED),
             (b"connection", b"close"),
         ],
     )
+
+
+def _passed_on(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
+    """What goes on to the other side. A length beside chunks does not count (RFC 9112, 6.3): it must not go on."""
+    found = list(headers)
+    if any(name == b"transfer-encoding" for name, _ in found):
+        dropped |= {b"content-length"}
+    return [(name, value) for name, value in found if name not in dropped]
 
 
 class _Exchange:
@@ -116,7 +125,7 @@ class _Exchange:
             while not isinstance(event := await self._next_event(), h11.EndOfMessage):
                 if isinstance(event, h11.Response):
                     started = True
-                    headers = [(k, v) for k, v in event.headers if k not in _NOT_RETURNED]
+                    headers = _passed_on(event.headers, _NOT_RETURNED)
                     await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
                 elif isinstance(event, h11.Data):
                     await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})

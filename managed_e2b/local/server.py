@@ -104,7 +104,7 @@ class LocalServer:
             domain=f"localhost:{port}",
             extension=self._chaos,
         )
-        return Gateway(self.registry, api, signature_matches, self._chaos)
+        return Gateway(self.registry, api, signature_matches, self._chaos, api_key=self.api_key)
 
     async def serve_forever(self) -> None:
         """Return when the server has been closed."""

@@ -179,6 +179,35 @@ async def test_a_port_is_reached(world):
         assert "e2b-sandbox-id" not in answer.text.lower()
 
 
+async def test_the_servers_key_goes_into_no_sandbox(world):
+    sandbox, key = await world.create(), world.server.api_key
+    async with listening(echo) as port:
+        world.guest(sandbox).ports[8000] = port
+        headers = world.envd_headers(sandbox, 8000)
+        for given in ({"X-API-KEY": key}, {"Authorization": f"Bearer {key}"}):
+            assert key not in (await world.anonymous.get("/", headers={**headers, **given})).text
+        own = {"X-API-KEY": "the app's own", "Authorization": "Bearer of the app"}
+        text = (await world.anonymous.get("/", headers={**headers, **own})).text
+        assert "the app's own" in text
+        assert "Bearer of the app" in text
+
+
+async def test_a_length_beside_chunks_does_not_count(world):
+    sandbox = await world.create()
+
+    async def both_lengths(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(
+            b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n"
+        )
+        writer.close()
+
+    async with listening(both_lengths) as port:
+        world.guest(sandbox).ports[8000] = port
+        answer = await world.anonymous.get("/", headers=world.envd_headers(sandbox, 8000))
+        assert (answer.text, "content-length" in answer.headers) == ("hello", False)
+
+
 async def test_an_answer_of_a_port_comes_as_it_is_made(world):
     sandbox = await world.create()
     more = asyncio.Event()
