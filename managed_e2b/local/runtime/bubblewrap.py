@@ -107,7 +107,9 @@ class BubblewrapRuntime:
         ids = self._ids
         helpers = [shutil.which(name) or name for name in ("newuidmap", "newgidmap")] if ids.via == "helpers" else []
         try:
-            await spawner.call("configure", uids=ids.uids, gids=ids.gids, via=ids.via, helpers=helpers)
+            await spawner.call(
+                "configure", uids=ids.uids, gids=ids.gids, via=ids.via, helpers=helpers, owners=ids.owners
+            )
         except OperationFailed as error:
             detail, fix = doctor.explain_refusal(doctor.sysctls(), os.geteuid())
             if error.step == "id map":

@@ -14,21 +14,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from managed_e2b.local.runtime.userns import OWNERS
+
 RANGE = 65536
 _SMALLEST_RANGE = 1001  # ids 0…1000
 # Above what SSSD and systemd hand out (2000200000), below systemd's foreign ids (2147352576).
 _ROOT_BASE = 2_100_000_000
+_OWNERS_BASE = _ROOT_BASE + RANGE
 
 Extent = tuple[int, int, int]  # first id inside, first id outside, how many
 
 
 @dataclass(frozen=True)
 class IdMap:
-    """`via`: "write" by root itself, "helpers" by newuidmap and newgidmap, "single" by the user itself."""
+    """`via`: "write" by root itself, "helpers" by newuidmap and newgidmap, "single" by the user itself.
+
+    `owners`: the first of OWNERS ids of which each sandbox gets one to be counted by (`userns.enter_new`), or None.
+    """
 
     uids: tuple[Extent, ...]
     gids: tuple[Extent, ...]
     via: Literal["write", "helpers", "single"]
+    owners: int | None = None
 
     @property
     def full(self) -> bool:
@@ -68,11 +75,12 @@ def root_map(own_uids: list[Extent], own_gids: list[Extent]) -> IdMap:
     uid_base, uid_count = _free_range(own_uids)
     gid_base, gid_count = _free_range(own_gids)
     count = min(uid_count, gid_count)
-    return IdMap(((0, uid_base, count),), ((0, gid_base, count),), "write")
+    owners = _OWNERS_BASE if _has(own_uids, _OWNERS_BASE, OWNERS) else None
+    return IdMap(((0, uid_base, count),), ((0, gid_base, count),), "write", owners)
 
 
 def _free_range(own: list[Extent]) -> tuple[int, int]:
-    if any(first <= _ROOT_BASE and first + count >= _ROOT_BASE + RANGE for first, _, count in own):
+    if _has(own, _ROOT_BASE, RANGE):
         return _ROOT_BASE, RANGE
     # A container with few ids: take the end of its longest run, and never id 0.
     first, _, count = max(own, key=lambda extent: extent[2])
@@ -80,6 +88,10 @@ def _free_range(own: list[Extent]) -> tuple[int, int]:
     if size < _SMALLEST_RANGE:
         return max(first + count - 1, 1), 1
     return first + count - size, size
+
+
+def _has(own: list[Extent], wanted: int, size: int) -> bool:
+    return any(first <= wanted and first + count >= wanted + size for first, _, count in own)
 
 
 def user_map(uid: int, gid: int, subuid: Extent | None, subgid: Extent | None, *, helpers: bool) -> IdMap:

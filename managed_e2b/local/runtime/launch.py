@@ -34,21 +34,23 @@ class LaunchPipes:
     info_writer: int
 
 
-def become_sandbox(spec: MapSpec, layout: Layout, argv: Sequence[str], pipes: LaunchPipes, parent: int) -> None:
+def become_sandbox(
+    spec: MapSpec, owner: int | None, layout: Layout, argv: Sequence[str], pipes: LaunchPipes, parent: int
+) -> None:
     """Never returns on success. A failure is told on the status pipe, as bubblewrap tells its own."""
     children.detach_signals()
     os.setsid()
     os.umask(0o022)
     try:
-        _exec_bubblewrap(spec, layout, argv, pipes, parent)
+        _arrange(pipes)
+        enter_new(spec, owner)
+        _exec_bubblewrap(layout, argv, parent)
     except OSError as error:
         where = getattr(error, "step", "launch")
         os.write(pipes.status_writer, f"{where}: {error.strerror or error}"[:_MAX_TEXT].encode())
 
 
-def _exec_bubblewrap(spec: MapSpec, layout: Layout, argv: Sequence[str], pipes: LaunchPipes, parent: int) -> NoReturn:
-    _arrange(pipes)
-    enter_new(spec)
+def _exec_bubblewrap(layout: Layout, argv: Sequence[str], parent: int) -> NoReturn:
     with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
         children.write_text("/proc/self/oom_score_adj", str(children.OOM_SCORE))
     layers.mount(layout)

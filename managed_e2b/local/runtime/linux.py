@@ -33,12 +33,14 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
 _PR_SET_SECCOMP = 22
 _PR_CAPBSET_DROP = 24
+_PR_SET_SECUREBITS = 28
 _PR_SET_CHILD_SUBREAPER = 36
 _KEYCTL = {"x86_64": 250, "aarch64": 219, "riscv64": 219}
 _KEYCTL_JOIN_SESSION_KEYRING = 1
 _KEYCTL_REVOKE = 3
 _SESSION_KEYRING = -3
 _SECCOMP_MODE_FILTER = 2
+_SECBIT_NO_SETUID_FIXUP = 1 << 2
 _TIOCGPTN = 0x80045430
 _TIOCSPTLCK = 0x40045431
 
@@ -114,6 +116,11 @@ def set_dumpable(yes: bool) -> None:
 def die_with_parent(signal_number: int) -> None:
     """Get a signal when the parent's thread ends. Lost when ids change, so call it after that."""
     _prctl(_PR_SET_PDEATHSIG, signal_number)
+
+
+def keep_capabilities() -> None:
+    """A change of ids takes no capabilities any more, until a new user namespace is entered. PermissionError."""
+    _prctl(_PR_SET_SECUREBITS, _SECBIT_NO_SETUID_FIXUP)
 
 
 def become_subreaper() -> None:

@@ -11,7 +11,7 @@ served.
 
 | op | arguments | value; descriptors |
 |---|---|---|
-| configure | uids, gids, via, helpers | |
+| configure | uids, gids, via, helpers, owners | |
 | view | directory | a path by which the sandboxes' ids can reach it |
 | check_overlay | directory (made) | whether it can hold the upper layer of an overlay (`upkeep.try_overlay`) |
 | build | directories (made), root, usr, facts | the layers of a template (`base_template.build`) |
@@ -32,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import gc
+import itertools
 import os
 import resource
 import signal
@@ -44,7 +45,7 @@ from managed_e2b.local.runtime import agent, base_template, channel, children, l
 from managed_e2b.local.runtime.forks import Forks, Told
 from managed_e2b.local.runtime.launch import LaunchPipes
 from managed_e2b.local.runtime.layers import Layout
-from managed_e2b.local.runtime.userns import MapSpec
+from managed_e2b.local.runtime.userns import OWNERS, MapSpec
 
 _STATUS_LIMIT = 65536
 
@@ -84,6 +85,7 @@ class Spawner:
         self._unclaimed: dict[int, int] = {}  # pid → status, reaped before we knew what it was
         self._bwraps: dict[int, str] = {}
         self._spec: MapSpec | None = None
+        self._turns = itertools.count(int.from_bytes(os.urandom(2)))  # so that two servers do not share owners
         self._maintenance = -1  # a user namespace with the sandboxes' id map, to build and remove their files in
 
     def run(self) -> None:
@@ -196,7 +198,7 @@ class Spawner:
     # -- operations ------------------------------------------------------------------------------------------------
 
     def _configure(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        spec = MapSpec(args["uids"], args["gids"], args["via"], args["helpers"])
+        spec = MapSpec(args["uids"], args["gids"], args["via"], args["helpers"], args["owners"])
         self._maintenance = upkeep.keep_user_namespace(spec)
         self._spec = spec
         self._answer(request, {"value": None})
@@ -231,7 +233,8 @@ class Spawner:
         status_reader, status_writer = os.pipe2(os.O_CLOEXEC)
         info_reader, info_writer = os.pipe2(os.O_CLOEXEC)
         pipes, parent = LaunchPipes(life_reader, status_writer, info_writer), os.getpid()
-        bwrap = children.fork(lambda: launch.become_sandbox(spec, layout, argv, pipes, parent))
+        owner = None if spec.owners is None else spec.owners + next(self._turns) % OWNERS
+        bwrap = children.fork(lambda: launch.become_sandbox(spec, owner, layout, argv, pipes, parent))
         channel.close_all((life_reader, status_writer, info_writer))
         self._bwraps[bwrap] = name
         self._sandboxes[name] = Sandbox(bwrap, -1)

@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from managed_e2b.local.runtime import children, linux
 from managed_e2b.local.runtime.children import StepError
+
+OWNERS = 65536
+MOST_PROCESSES = 8192  # of a whole sandbox, where it has an owner of its own
 
 
 @dataclass(frozen=True)
@@ -23,10 +27,16 @@ class MapSpec:
     gids: Sequence[Sequence[int]]
     via: str
     helpers: Sequence[str] = ()  # paths of newuidmap and newgidmap
+    owners: int | None = None  # the first of OWNERS ids, of which one owns each sandbox's namespace
 
 
-def enter_new(spec: MapSpec) -> None:
-    """Leave the caller as root, with no supplementary groups, of a new user namespace. Raises StepError."""
+def enter_new(spec: MapSpec, owner: int | None = None) -> None:
+    """Leave the caller as root, with no supplementary groups, of a new user namespace. Raises StepError.
+
+    With `owner`, an id of the host that nobody has, the namespace is that one's. To its owner the kernel counts what
+    all ids inside have together of processes, inotify instances, queued signals and the like: else that is the host's
+    root, and one sandbox could leave nothing for the host and for the others.
+    """
     linux.set_dumpable(True)  # the helper must be able to open our map files
     go_reader, go_writer = os.pipe2(os.O_CLOEXEC)
     done_reader, done_writer = os.pipe2(os.O_CLOEXEC)
@@ -34,6 +44,8 @@ def enter_new(spec: MapSpec) -> None:
     helper = children.fork(lambda: _write_when_told(spec, target, (go_reader, go_writer), (done_reader, done_writer)))
     os.close(done_writer)
     try:
+        if owner is not None:
+            _become_owner(owner)
         with children.step("unshare"):
             linux.unshare(linux.CLONE_NEWUSER)
         os.write(go_writer, b".")
@@ -45,6 +57,18 @@ def enter_new(spec: MapSpec) -> None:
     if answer != b"ok":
         raise StepError("id map", OSError(1, answer.decode() or "the helper that writes the id map died"))
     children.become_root()
+
+
+def _become_owner(owner: int) -> None:
+    """Change the id and nothing else: a host may let only the privileged make user namespaces."""
+    try:
+        linux.keep_capabilities()
+    except PermissionError:  # a container's root with little to say: it stays the owner
+        return
+    with children.step("owner"):
+        resource.setrlimit(resource.RLIMIT_NPROC, (MOST_PROCESSES, MOST_PROCESSES))
+        os.setresuid(owner, owner, owner)
+    linux.set_dumpable(True)  # the change took it back
 
 
 def _write_when_told(spec: MapSpec, target: int, go: tuple[int, int], done: tuple[int, int]) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import array
 import asyncio
 import contextlib
 import errno
+import fcntl
 import os
 import re
 import socket
@@ -15,6 +17,7 @@ from pathlib import Path
 import pytest
 
 from managed_e2b.local.runtime.base import GuestError, User
+from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 
 from .boxes import Box, eventually, first_output, read_all
 
@@ -159,6 +162,24 @@ async def test_a_sandbox_cannot_take_all_inotify_instances(box: Box, user: str) 
         pytest.skip("this host has no python3 for sandboxes")
     allowed, made = map(int, result.out.split())
     assert made <= allowed // 4
+
+
+async def test_each_sandbox_is_counted_apart_from_the_host(
+    make_box: Callable[[], Awaitable[Box]], runtime: BubblewrapRuntime
+) -> None:
+    """What the kernel limits for a user, all ids inside together, it counts to the owner of the user namespace."""
+    if runtime.ids.owners is None:
+        pytest.skip("only root of a host with all ids can give each sandbox an owner")
+
+    def owner(box: Box) -> int:
+        with open(f"/proc/{box.guest.host_pid}/ns/user") as namespace:
+            found = array.array("I", [0])
+            fcntl.ioctl(namespace, 0xB704, found)  # NS_GET_OWNER_UID
+        return found[0]
+
+    owners = {owner(await make_box()) for _ in range(2)}
+    assert len(owners) == 2
+    assert os.geteuid() not in owners
 
 
 async def test_nothing_in_proc_is_opened_for_the_server_to_write(box: Box) -> None:
