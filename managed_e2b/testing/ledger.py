@@ -144,7 +144,8 @@ class LedgerConformance:
         assert (row.state, row.refused_at) == (State.CREATING, clock.now)
         wait = ledger.turn(ticket, other, ACCOUNT, Caps(9))
         assert isinstance(wait, Wait)
-        assert wait.seconds == 3
+        assert wait.seconds is not None
+        assert wait.seconds >= 3, "the one that was refused goes before it"
         assert ledger.look(refused, mine, ACCOUNT, Caps(9)) == ledger.turn(refused, mine, ACCOUNT, Caps(9))
         clock.step(3)
         assert isinstance(ledger.turn(ticket, other, ACCOUNT, Caps(9)), Wait), "the refused one is older"
