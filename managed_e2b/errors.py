@@ -251,6 +251,10 @@ class DeadlineExceeded(BackendError):
     """A command's own timeout passed."""
 
 
+class NotOpened(BackendError):
+    """A stream was not opened within its deadline: whether its command has begun is not known."""
+
+
 class StreamBroken(BackendError):
     """A command's stream ended without telling how the command ended."""
 

@@ -16,6 +16,7 @@ from ..errors import (
     BackendError,
     DeadlineExceeded,
     Me2bError,
+    NotOpened,
     ProcessGone,
     SandboxNotRunning,
     SandboxUnreachableError,
@@ -57,8 +58,8 @@ class Inside:
         """Run a command and pass on its output as bytes; its exit code, -1 when a signal ended it.
 
         `on_start` is told its pid once it is known to run. `timeout` in seconds, 0 for none: the sandbox ends it then.
-        Raises SandboxUnreachableError (it may run or not), DeadlineExceeded, StreamBroken or SandboxNotRunning (it was
-        cut off), another BackendError (it was refused), and what a callback raised.
+        Raises NotOpened or SandboxUnreachableError (it may run or not), DeadlineExceeded, StreamBroken or
+        SandboxNotRunning (it was cut off), another BackendError (it was refused), and what a callback raised.
         """
         native: Any = sandbox
         start = functools.partial(
@@ -132,7 +133,7 @@ class Inside:
                 return await follow(open_, listener, opening)
             return follow_in_thread(open_, listener, opening)
         except Silent as error:
-            kind = StreamBroken if listener.opened else SandboxUnreachableError
+            kind = StreamBroken if listener.opened else NotOpened
             raise kind(f"cannot {what} at {self.endpoint}: {error}") from error
         except Exception as error:
             if listener.failure is not None:
@@ -144,6 +145,8 @@ class Inside:
         if not opened:
             if isinstance(error, sdk_errors.NotFoundException):
                 return ProcessGone(told)
+            if _is_timeout(error):
+                return NotOpened(told)
             return self._of_sandbox(error, what)
         if NOT_RUNNING is not None and isinstance(error, NOT_RUNNING):
             return SandboxNotRunning(told)

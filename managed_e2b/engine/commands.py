@@ -13,6 +13,7 @@ from typing import Any
 from ..errors import (
     BackendError,
     CommandError,
+    CommandLostError,
     CommandTimeoutError,
     SandboxNotRunning,
     SandboxUnreachableError,
@@ -87,7 +88,7 @@ async def run(
         if exit_code is None:
             await _kill_all_of(engine, acquired, mark, user)
             stream.may_run = False
-    except SandboxUnreachableError:
+    except (SandboxUnreachableError, CommandLostError):
         raise
     except Exception:
         if stream.may_run:  # the caller's own error, from a callback

@@ -14,6 +14,8 @@ from ..errors import (
     BackendError,
     CommandLostError,
     DeadlineExceeded,
+    Me2bError,
+    NotOpened,
     ProcessGone,
     SandboxNotRunning,
     SandboxUnreachableError,
@@ -76,6 +78,8 @@ class Stream:
             if self._is_over(0.9):
                 return None
             return await self._pick_up(error)  # an older SDK's word for a sandbox that is gone
+        except NotOpened as error:
+            raise await self._why(error) from error
         except (StreamBroken, SandboxNotRunning, SandboxUnreachableError) as error:
             return await self._pick_up(error)
         except BackendError:
@@ -103,21 +107,26 @@ class Stream:
             try:
                 return self._ended(await self._go_on())
             except ProcessGone as error:
+                self.may_run = False
                 raise self._lost("its process has ended, and its exit code is not kept any more") from error
             except DeadlineExceeded:
                 return None
             except BackendError as error:
                 cut = error
-            failure = await why_failed(self._engine, self._acquired, cut)
-            if not isinstance(failure, SandboxUnreachableError):
-                self.may_run = False  # nothing runs in a sandbox that has ended
-                raise failure from cut
-            if self.pid is None or time.monotonic() - self._seen > PATIENCE:
+            failure = await self._why(cut)
+            is_over = self.pid is None or time.monotonic() - self._seen > PATIENCE
+            if is_over or not isinstance(failure, SandboxUnreachableError):
                 raise failure from cut
             if self._is_over():
                 return None
             await self._engine.driver.wait(failures.backoff(attempt))
             attempt += 1
+
+    async def _why(self, error: BackendError) -> Me2bError:
+        failure = await why_failed(self._engine, self._acquired, error)
+        if not isinstance(failure, SandboxUnreachableError):
+            self.may_run = False  # nothing runs in a sandbox that has ended
+        return failure
 
     async def _go_on(self) -> int:
         pid = self.pid or await self._find()
