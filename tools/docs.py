@@ -52,9 +52,13 @@ def cli_reference() -> str:
 def _command(name: str, command: Any) -> list[str]:
     arguments = [parameter for parameter in command.params if parameter.param_type_name == "argument"]
     options = [parameter for parameter in command.params if parameter.param_type_name == "option"]
-    usage = " ".join(["me2b", name, "[OPTIONS]", *(f"-- {argument.metavar}..." for argument in arguments)])
+    usage = " ".join(["me2b", name, "[OPTIONS]", *(_argument(item) for item in arguments)])
     lines = [f"## `me2b {name}`", "", f"`{usage}`", "", _prose(command.help), "", "| option | meaning |", "|---|---|"]
     return lines + [f"| {_spelling(option)} | {_meaning(option)} |" for option in options]
+
+
+def _argument(argument: Any) -> str:
+    return f"-- {argument.metavar}..." if argument.nargs == -1 else str(argument.metavar)
 
 
 def _spelling(option: Any) -> str:

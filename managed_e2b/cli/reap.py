@@ -32,7 +32,9 @@ def reap(
     db: Db = DEFAULT_DB,
     api_url: ApiUrl = None,
     backend: Backend = None,
-    watch: Annotated[bool, typer.Option("--watch", help="Make a pass every SECONDS, until it is interrupted.")] = False,
+    watch: Annotated[
+        bool, typer.Option("--watch", help="Make a pass every SECONDS (30), until it is interrupted.")
+    ] = False,
     foreign: Annotated[
         bool, typer.Option("--foreign", help="Also sandboxes of this key that no live owner of this ledger has.")
     ] = False,
