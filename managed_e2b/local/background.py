@@ -16,9 +16,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,7 +30,7 @@ class LocalServerProcess:
 
     Blocking, and safe to use from several threads. After `start`, `url` and `api_key` are what an E2B SDK needs;
     they stay the same until `stop`. In a process forked from the one that started it, `stop` does nothing.
-    `chaos`: whether tests may make it fail over HTTP; a mapping is the script (`chaos.rules`) in force from the start.
+    `chaos`: whether whoever has the key may make it fail on purpose, see `chaos.api`.
     """
 
     def __init__(
@@ -41,13 +39,13 @@ class LocalServerProcess:
         api_key: str | None = None,
         data_dir: Path | None = None,
         port: int = 0,
-        chaos: bool | Mapping[str, Any] = False,
+        chaos: bool = False,
     ) -> None:
         self.api_key = api_key or "e2b_" + secrets.token_hex(20)
         self.url = ""
         self._data_dir = data_dir
         self._port = port
-        self._chaos: Mapping[str, Any] | None = ({} if chaos else None) if isinstance(chaos, bool) else chaos
+        self._chaos = chaos
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._life = -1  # the pipe whose end means to the child that we are gone

@@ -325,9 +325,9 @@ class Chaos:
         """How many requests a rule (None: all rules in force) struck."""
         return sum(item.hits for item in self.installed() if rule_id in (None, item.id))
 
-    def journal(self) -> Journal:
-        """What the server saw since it was started or `reset`."""
-        answer = self._call("GET", "/journal")
+    def journal(self, op: str | None = None) -> Journal:
+        """What the server saw since it was started or `reset`; of one operation only, when one is named."""
+        answer = self._call("GET", "/journal" if op is None else f"/journal?op={op}")
         requests = tuple(Request.model_validate(entry) for entry in answer.pop("requests"))
         return Journal(requests=requests, **answer)
 
@@ -338,7 +338,7 @@ class Chaos:
         """
         deadline = time.monotonic() + timeout
         while True:
-            found = [request for request in self.journal().of(op) if state in (None, request.state)]
+            found = [request for request in self.journal(op).requests if state in (None, request.state)]
             if len(found) >= count:
                 return found
             if time.monotonic() >= deadline:

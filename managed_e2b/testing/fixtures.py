@@ -2,7 +2,7 @@
 
 * `me2b_server`: a local server with chaos, one a session (a worker, under pytest-xdist). Skips where the host cannot
   run sandboxes, with the reason.
-* `me2b_chaos`: its `Chaos`, reset before and after the test.
+* `me2b_chaos`: its `Chaos`, reset before and after the test. The server is empty at the start: no sandbox runs there.
 * `stepped_clock`: a `SteppedClock`.
 """
 
@@ -38,8 +38,8 @@ def me2b_server() -> Iterator[TestServer]:
 
 @pytest.fixture
 def me2b_chaos(me2b_server: TestServer) -> Iterator[Chaos]:
-    """What makes `me2b_server` fail: no rules and an empty journal at the start, no rules at the end."""
-    me2b_server.chaos.reset()
+    """What makes `me2b_server` fail. At the start no rules, an empty journal and no sandboxes; at the end no rules."""
+    me2b_server.clear()
     yield me2b_server.chaos
     if me2b_server.alive:
         me2b_server.chaos.reset()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -62,8 +64,8 @@ class TestServer:
         }
 
     def stats(self) -> dict[str, Any]:
-        """The server's own counters: `live`, `peak_live`, `created`, `ended`, …  No fault touches them."""
-        answer: dict[str, Any] = self._get("/me2b/stats")
+        """The server's own counters: `live`, `peak_live`, `created`, `ended`, … No fault touches them."""
+        answer: dict[str, Any] = self._ask("GET", "/me2b/stats")
         return answer
 
     def live(self) -> int:
@@ -71,10 +73,24 @@ class TestServer:
         stats = self.stats()
         return int(stats["live"]) + int(stats["ending"])
 
-    def _get(self, path: str) -> Any:
-        request = urllib.request.Request(self.url + path, headers={"X-API-KEY": self.api_key})
+    def clear(self) -> None:
+        """Kill all its sandboxes, whoever made them, and forget all chaos. When this returns, nothing runs there."""
+        if self._chaos is not None:
+            self._chaos.reset()
+        while found := self._ask("GET", "/v2/sandboxes?state=running,paused"):
+            for item in found:
+                try:
+                    self._ask("DELETE", f"/sandboxes/{item['sandboxID']}")
+                except urllib.error.HTTPError as error:
+                    with error:
+                        if error.code != HTTPStatus.NOT_FOUND:  # it ended by itself
+                            raise
+
+    def _ask(self, method: str, path: str) -> Any:
+        request = urllib.request.Request(self.url + path, method=method, headers={"X-API-KEY": self.api_key})
         with self._http.open(request, timeout=30) as response:
-            return json.load(response)
+            answer = response.read()
+        return json.loads(answer) if answer else None
 
 
 @contextmanager
@@ -90,8 +106,9 @@ def local_server(
     `chaos`: True allows it, a script also puts its rules in force. Raises LocalServerError where the host cannot run
     sandboxes (`me2b doctor` says why).
     """
-    script = chaos.script if isinstance(chaos, ChaosScript) else chaos
-    allowed: bool | dict[str, Any] = script.model_dump(mode="json") if isinstance(script, Script) else script
-    process = LocalServerProcess(api_key=api_key, data_dir=data_dir, port=port, chaos=allowed)
-    with process:
-        yield TestServer(process, chaotic=chaos is not False)
+    chaotic = chaos is not False
+    with LocalServerProcess(api_key=api_key, data_dir=data_dir, port=port, chaos=chaotic) as process:
+        server = TestServer(process, chaotic=chaotic)
+        if not isinstance(chaos, bool):
+            server.chaos.play(chaos)
+        yield server

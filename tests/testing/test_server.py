@@ -57,6 +57,17 @@ def test_what_lives_there_is_known_whatever_lists_say(me2b_server: TestServer, t
     assert [request.ticket for request in me2b_server.chaos.journal().of("kill")] == [created.ticket]
 
 
+@pytest.mark.usefixtures("me2b_chaos")
+def test_a_server_is_cleared_whatever_is_wrong_with_it(me2b_server: TestServer) -> None:
+    connection = {"api_key": me2b_server.api_key, "api_url": me2b_server.url, "sandbox_url": me2b_server.url}
+    Sandbox.create(**connection)
+    Sandbox.create(**connection).pause()
+    me2b_server.chaos.on("kill", "list").drop()
+    me2b_server.clear()
+    assert me2b_server.live() == 0
+    assert me2b_server.chaos.journal("create").requests == ()
+
+
 def test_the_environment_points_a_program_at_it(me2b_server: TestServer) -> None:
     assert me2b_server.environment == {
         "E2B_API_URL": me2b_server.url,

@@ -10,7 +10,8 @@ import asyncio
 import json
 import logging
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from starlette.datastructures import Headers, QueryParams
@@ -32,7 +33,7 @@ from managed_e2b.local.clock import Clock
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.listing import Query, parse_metadata, parse_query
 from managed_e2b.local.model import State
-from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.sandboxes import CLOSE_TIMEOUT, SandboxRegistry
 
 log = logging.getLogger(__name__)
 
@@ -46,7 +47,7 @@ class ChaosLayer:
     def __init__(self, registry: SandboxRegistry, clock: Clock, script: Script) -> None:
         self._registry = registry
         self._clock = clock
-        self._director = Director(script)
+        self.director = Director(script)
         self.journal = Journal(registry.counters)
         self._history: deque[tuple[Seen, ...]] = deque(maxlen=KEPT)
         self._creating = 0
@@ -56,10 +57,6 @@ class ChaosLayer:
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     # --- what tests ask for
-
-    @property
-    def director(self) -> Director:
-        return self._director
 
     def release(self, *, drop: bool = False) -> int:
         """Let the requests that hang go on, or end their connections. Returns how many there were."""
@@ -75,7 +72,7 @@ class ChaosLayer:
             timer.cancel()
         self._timers.clear()
         if self._deaths:
-            await asyncio.wait(set(self._deaths))
+            await asyncio.wait(set(self._deaths), timeout=CLOSE_TIMEOUT)
 
     # --- the control plane
 
@@ -107,10 +104,11 @@ class ChaosLayer:
         subject = Subject(op, sandbox_id, metadata, replay=op == "create" and key in self._settled_keys)
         plan = self._begin(exchange, subject, scope["method"])
         with exchange:
-            for step in plan.before:
-                if not await exchange.take(step):
-                    return
-            answer = await self._effect(app, scope, exchange, subject, plan)
+            with self._place(subject, plan):
+                for step in plan.before:
+                    if not await exchange.take(step):
+                        return
+                answer = await self._effect(app, scope, exchange, plan)
             exchange.entry.effect = answer.status_code
             if op == "create" and answer.status_code == 201:
                 self._created(exchange, subject, plan, answer)
@@ -121,17 +119,23 @@ class ChaosLayer:
                     return
             await exchange.answer(answer, scope)
 
-    async def _effect(self, app: ASGIApp, scope: Scope, exchange: Exchange, subject: Subject, plan: Plan) -> Response:
+    @contextmanager
+    def _place(self, subject: Subject, plan: Plan) -> Iterator[None]:
+        """Count a create that was let in, from now on: others must not be let into its place while it waits."""
+        taken = subject.op == "create" and not plan.refused
+        self._creating += taken
+        try:
+            yield
+        finally:
+            self._creating -= taken
+
+    async def _effect(self, app: ASGIApp, scope: Scope, exchange: Exchange, plan: Plan) -> Response:
         if plan.lists:
             try:
                 return self._lying_list(scope, plan)
             except ApiError as error:
                 return error_response(error)
-        self._creating += subject.op == "create"
-        try:
-            return await _captured(app, scope, exchange.receive)
-        finally:
-            self._creating -= subject.op == "create"
+        return await _captured(app, scope, exchange.receive)
 
     def _lying_list(self, scope: Scope, plan: Plan) -> Response:
         params = QueryParams(scope["query_string"])
@@ -150,12 +154,12 @@ class ChaosLayer:
         sandbox_id: str = json.loads(bytes(answer.body))["sandboxID"]
         exchange.entry.sandbox_id = sandbox_id
         self.journal.created(sandbox_id, subject.metadata)
-        if plan.death is not None:
+        if plan.death is not None and not subject.replay:
             loop = asyncio.get_running_loop()
             self._timers[sandbox_id] = loop.call_later(plan.death, self._begin_death, sandbox_id)
 
     def _begin_death(self, sandbox_id: str) -> None:
-        del self._timers[sandbox_id]
+        self._timers.pop(sandbox_id, None)
         sandbox = self._registry.find(sandbox_id)
         if sandbox is not None:
             task = asyncio.get_running_loop().create_task(sandbox.guest.kill())
@@ -225,7 +229,7 @@ class ChaosLayer:
     def _begin(self, exchange: Exchange, subject: Subject, method: str) -> Plan:
         now = self._clock.read()
         running = sum(1 for box in self._registry if box.is_in(State.RUNNING))
-        plan = self._director.plan(subject, World(running + self._creating, now.monotonic))
+        plan = self.director.plan(subject, World(running + self._creating, now.monotonic))
         exchange.entry = self.journal.begin(subject, method, now.wall.timestamp(), plan.struck)
         return plan
 

@@ -13,7 +13,7 @@ from managed_e2b.local.chaos.rules import EmptyList, ListFault, LossyList, Repea
 from managed_e2b.local.listing import Page, Query, encode_token, select
 from managed_e2b.local.model import Sandbox
 
-KEPT = 101
+KEPT = 21
 """Snapshots that are kept: the present one and as many as `StaleList.calls` can ask for."""
 
 

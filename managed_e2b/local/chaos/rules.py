@@ -99,7 +99,7 @@ class StaleList(_Value):
     """The list as it was `calls` lists ago (as early as it is known, when there were fewer)."""
 
     kind: Literal["stale"] = "stale"
-    calls: Annotated[int, Field(ge=1, le=100)] = 1
+    calls: Annotated[int, Field(ge=1, le=20)] = 1
 
 
 class LossyList(_Value):

@@ -160,6 +160,39 @@ async def test_a_cap_holds_for_creates_that_come_at_once(world: World) -> None:
     assert (await world.create()).status_code == 201
 
 
+async def test_a_create_that_waits_holds_its_place_under_a_cap(world: World) -> None:
+    await world.play(rule("create").nth(1).hang(), rule("create").cap(1))
+    asking = asyncio.create_task(world.create())
+    await hanging(world, "create")
+    assert (await world.create()).status_code == 429
+    await world.api.post("/me2b/chaos/release")
+    assert (await asking).status_code == 201
+    assert (await world.create()).status_code == 429
+
+
+async def test_a_create_that_came_to_nothing_gives_its_place_back(world: World) -> None:
+    await world.play(rule("create").nth(1).hang(), rule("create").nth(2).status(500), rule("create").cap(1))
+    asking = asyncio.create_task(world.create())
+    await hanging(world, "create")
+    asking.cancel()
+    assert (await world.create()).status_code == 500
+
+    async def dropped() -> bool:
+        return (await world.entries("create"))[0]["state"] == "dropped"
+
+    await until(dropped)
+    assert (await world.create()).status_code == 201
+
+
+async def test_a_create_repeated_by_its_key_dies_once(world: World) -> None:
+    await world.play(rule("create").dies_at(0.05))
+    ask: dict[str, Any] = {"json": {"templateID": "base"}, "headers": {"Idempotency-Key": "k1"}}
+    answers = [await world.api.post("/v2/sandboxes", **ask) for _ in range(2)]
+    assert [answer.status_code for answer in answers] == [201, 201]
+    await until(lambda: not world.alive)
+    assert world.server.registry.counters.created == 1
+
+
 async def test_a_cap_counts_no_paused_sandboxes(world: World) -> None:
     await world.play(rule("create").cap(1))
     sandbox_id = await world.created()

@@ -43,7 +43,7 @@ async def test_a_list_as_of_some_calls_ago_with_its_filters_and_its_pages(world:
     assert await world.listed() == [young, *old[1:]], "and the call before was one that saw them"
     await world.play(rule("list").stale(2))
     assert await world.listed(metadata="n=1") == [old[1]]
-    await world.play(rule("list").stale(100))
+    await world.play(rule("list").stale(20))
     assert await world.listed() == [], "the oldest that is known"
 
 
