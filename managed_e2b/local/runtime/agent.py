@@ -18,6 +18,7 @@ from managed_e2b.local.runtime import agent_ops, channel, children, linux
 
 # User namespaces inside a sandbox would give every process there all capabilities over a mount namespace of its own.
 _NO_NESTED_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
+_DEV_SIZE = "size=1m,nr_inodes=1k"
 # What the host allows a user for all of them, its own programs included: all sandboxes count as the server's user. And
 # what one sandbox may have of it.
 _SHARES = {
@@ -48,6 +49,8 @@ def _prepare_sandbox() -> None:
     with children.step("mount"):
         # bubblewrap mounts everything nosuid; the sudo stand-in lies below /usr.
         linux.mount("none", "/usr", None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_NODEV)
+        # And it gives this tmpfs half of the host's memory, in files that nothing frees before the sandbox's end.
+        linux.mount("none", "/dev", None, linux.MS_REMOUNT | linux.MS_NOSUID | linux.MS_NODEV, _DEV_SIZE)
     with children.step("forbid nested user namespaces"):
         children.write_text(_NO_NESTED_USER_NAMESPACES, "0")
     with children.step("limit inotify"), contextlib.suppress(FileNotFoundError):  # a kernel without it

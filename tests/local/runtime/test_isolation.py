@@ -164,6 +164,13 @@ async def test_a_sandbox_cannot_take_all_inotify_instances(box: Box, user: str) 
     assert made <= allowed // 4
 
 
+async def test_what_is_written_to_dev_is_bounded(box: Box) -> None:
+    """It is memory of the host. (What goes to /dev/shm is bounded too, on its own.)"""
+    result = await box.run("head -c 4000000 /dev/zero > /dev/big; stat -c %s /dev/big; rm /dev/big", user="root")
+    assert "No space left" in result.err
+    assert int(result.out) <= 1 << 20
+
+
 async def test_each_sandbox_is_counted_apart_from_the_host(
     make_box: Callable[[], Awaitable[Box]], runtime: BubblewrapRuntime
 ) -> None:
