@@ -10,7 +10,6 @@ import threading
 import time
 import uuid
 from collections.abc import Collection, Mapping
-from concurrent import futures
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
@@ -253,18 +252,20 @@ class _Lifecycle:
         self._shutdown(timeout)
         self._ended.wait(max(0.0, deadline - time.monotonic()))
 
-    def _shutdown(self, timeout: float) -> None:
+    def _shutdown(self, timeout: float) -> tuple[SandboxRecord, ...]:
         """Blocking; see `SandboxLifecycle.shutdown`."""
         with self._closing:
             if self._closed:
-                return
+                return ()
             self._closed = True
         deadline = time.monotonic() + timeout
-        left: list[SandboxRecord] = []
+        left: tuple[SandboxRecord, ...] = ()
         try:
-            self._keeper.stop(timeout)
+            self._keeper.stop(0.0)  # it is asked to; what it is doing goes on beside the rest
+            self._end_all(deadline)
             self._engine.driver.join(max(0.0, deadline - time.monotonic()))
-            left = self._end_all(deadline)
+            self._keeper.stop(max(0.0, deadline - time.monotonic()))
+            left = tuple(self._open_rows())  # whoever of these has ended them
         finally:
             self._book.close_owner(self._engine.owner)
             companion.dismiss(self._engine.owner, left_something=bool(left))
@@ -272,24 +273,29 @@ class _Lifecycle:
             self._book.close()
             exits.closed(self)
             self._ended.set()
+        if self._backend.is_local:  # the local server has just taken its sandboxes with it
+            return ()
         known = [record.sandbox_id for record in left if record.sandbox_id is not None]
-        if known and not self._backend.is_local:  # the local server has just taken its sandboxes with it
+        if known:
             raise SandboxLeakError(
                 f"not proved dead within {timeout} s: {', '.join(known)}. Their rows stay `cleaning`: the next "
                 "lifecycle on this ledger, or `me2b reap`, goes on; at the latest their lease ends them",
                 sandbox_ids=known,
             )
+        return left
 
-    def _end_all(self, deadline: float) -> list[SandboxRecord]:
-        """End every row of this owner but the paused ones; those that could not be proved dead in time."""
+    def _open_rows(self) -> list[SandboxRecord]:
+        """The rows of this owner that have to end with it: all that are open but the paused ones."""
         open_states = set(State) - _states.TERMINAL - {State.PAUSED}
-        records = self._book.records(states_=open_states, owner=self._engine.owner)
+        return self._book.records(states_=open_states, owner=self._engine.owner)
+
+    def _end_all(self, deadline: float) -> None:
+        """End every open row, and wait for that until the deadline."""
         patience = max(1.0, deadline - time.monotonic())
         background = Background()  # all at once: one that hangs must not cost the others their turn
-        ends = [background.start(self._clean_in_turn, row.ticket, "shutdown", patience=patience) for row in records]
-        futures.wait(ends, patience)
-        proved = [end.done() and end.result() for end in ends]
-        return [self._book.record(row.ticket) or row for row, dead in zip(records, proved, strict=True) if not dead]
+        for row in self._open_rows():
+            background.start(self._clean_in_turn, row.ticket, "shutdown", patience=patience)
+        background.join(patience)
 
 
 class SandboxLifecycle(_Lifecycle):
@@ -387,17 +393,20 @@ class SandboxLifecycle(_Lifecycle):
         """
         return _run(self._reconcile())
 
-    def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
-        """Release everything, wait up to `timeout` seconds for the proofs, and say goodbye in the ledger.
+    def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> tuple[SandboxRecord, ...]:
+        """Release everything, wait up to about `timeout` seconds for the proofs, and say goodbye in the ledger.
 
-        Raises SandboxLeakError for what could not be proved dead in time. May be called again. In a forked child it
-        does nothing: everything is the parent's.
+        Raises SandboxLeakError when sandboxes could not be proved dead in time. Returns the rows of creates that were
+        never answered, of which it is not known yet whether they made one; most often none. Both are left `cleaning`,
+        for any reaper on this ledger, and end with their lease at the latest. May be called again. In a forked child
+        it does nothing: everything is the parent's.
         """
-        if self._pid == os.getpid():
-            try:
-                _run(self._engine.driver.finish(self._shutdown, timeout))
-            finally:
-                exits.restore()
+        if self._pid != os.getpid():
+            return ()
+        try:
+            return _run(self._engine.driver.finish(self._shutdown, timeout))
+        finally:
+            exits.restore()
 
     def __enter__(self) -> SandboxLifecycle:
         return self
@@ -471,13 +480,14 @@ class AsyncSandboxLifecycle(_Lifecycle):
         """See SandboxLifecycle.reconcile."""
         return await self._reconcile()
 
-    async def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> None:
+    async def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> tuple[SandboxRecord, ...]:
         """See SandboxLifecycle.shutdown."""
-        if self._pid == os.getpid():
-            try:
-                await self._engine.driver.finish(self._shutdown, timeout)
-            finally:
-                exits.restore()
+        if self._pid != os.getpid():
+            return ()
+        try:
+            return await self._engine.driver.finish(self._shutdown, timeout)
+        finally:
+            exits.restore()
 
     async def __aenter__(self) -> AsyncSandboxLifecycle:
         return self
