@@ -216,6 +216,37 @@ class LedgerConformance:
         assert taken.claimed_by == other
         assert taken.reason == "its owner is dead", "the first reason stays"
 
+    def test_a_row_is_taken_over_only_while_the_owner_that_was_judged_is_silent(
+        self, ledger: Ledger, clock: SteppedClock
+    ) -> None:
+        owner, reaper = owner_of(ledger), owner_of(ledger)
+        waiting, making = queue(ledger, owner), started(ledger, owner)
+        (judged,) = ledger.known_owners([owner])
+        clock.step(1)
+        assert ledger.beat(owner)
+        for ticket in (waiting, making):
+            before = ledger.record(ticket)
+            assert ledger.take_over(ticket, reaper, "its owner is dead", judged) is None
+            assert ledger.record(ticket) == before
+        (judged,) = ledger.known_owners([owner])
+        taken = ledger.take_over(making, reaper, "its owner is dead", judged)
+        assert taken is not None
+        assert (taken.state, taken.claimed_by, taken.reason) == (State.CLEANING, reaper, "its owner is dead")
+        dropped = ledger.take_over(waiting, reaper, "its owner is dead", judged)
+        assert dropped is not None
+        assert (dropped.state, dropped.ended_at) == (State.CLEANED, clock.now)
+
+    def test_a_claim_is_taken_over_from_the_cleaner_not_from_the_owner(self, ledger: Ledger) -> None:
+        owner, cleaner, reaper = owner_of(ledger), owner_of(ledger), owner_of(ledger)
+        ticket = started(ledger, owner)
+        by_id = {found.id: found for found in ledger.known_owners([owner, cleaner])}
+        assert ledger.take_over(ticket, reaper, "dead", by_id[cleaner]) is None, "it has nothing to do with the row"
+        assert ledger.claim(ticket, cleaner, "released") is not None
+        assert ledger.take_over(ticket, reaper, "dead", by_id[owner]) is None, "the cleaner lives, and is at it"
+        taken = ledger.take_over(ticket, reaper, "dead", by_id[cleaner])
+        assert taken is not None
+        assert (taken.claimed_by, taken.reason) == (reaper, "released"), "the first reason stays"
+
     def test_a_closed_owner_beats_no_more(self, ledger: Ledger, clock: SteppedClock) -> None:
         owner = owner_of(ledger)
         started(ledger, owner)
@@ -295,6 +326,7 @@ class LedgerConformance:
             ledger.cleaned(ticket, owner),
             ledger.create_failed(ticket, owner, "again"),
             ledger.give_up(ticket, owner, "again"),
+            ledger.take_over(ticket, owner, "again", ledger.known_owners([owner])[0]),
         ):
             assert late is None
         assert state_of(ledger, ticket) is ended.state
