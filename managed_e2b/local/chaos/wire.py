@@ -22,7 +22,9 @@ class Connection:
         self.lost = asyncio.Event()
 
     async def reset(self) -> None:
-        """End it with a TCP reset."""
+        """End it with a TCP reset, unless it has ended."""
+        if self.lost.is_set():
+            return
         self._socket().setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_ON_CLOSE)
         self._transport.abort()
         await self.lost.wait()

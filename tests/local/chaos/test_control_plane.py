@@ -88,7 +88,7 @@ async def test_whoever_hangs_up_during_a_delay_changes_nothing(world: World) -> 
 
 @pytest.mark.parametrize(("after", "alive"), [(False, 0), (True, 1)])
 async def test_a_request_that_hangs_is_never_answered_and_ends_with_its_client(
-    world: World, after: bool, alive: int
+    world: World, caplog: pytest.LogCaptureFixture, after: bool, alive: int
 ) -> None:
     on = rule("create").after() if after else rule("create")
     await world.play(on.hang())
@@ -103,6 +103,7 @@ async def test_a_request_that_hangs_is_never_answered_and_ends_with_its_client(
 
     await until(dropped)
     assert len(world.alive) == alive
+    assert not caplog.records, "a client that leaves is no error of the server's"
 
 
 async def test_a_request_that_is_released_goes_on_as_if_nothing_had_been(world: World) -> None:
