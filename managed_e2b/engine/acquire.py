@@ -7,8 +7,10 @@ before the next one costs money.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from datetime import UTC, datetime
 from typing import Any
 
 from ..errors import (
@@ -20,12 +22,14 @@ from ..errors import (
     ValidationError,
 )
 from ..models import AcquireRequest
-from ..rules import failures, leases
+from ..rules import failures, leases, limits
 from . import host
 from .adoption import adopt
 from .base import OWNER, TICKET, Acquired, Engine, Scope
 from .listing import lookup
 from .waiting import Waiting
+
+logger = logging.getLogger("managed_e2b")
 
 
 @asynccontextmanager
@@ -57,6 +61,9 @@ async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> 
         raise
     except BaseException as error:
         reason = why(error)
+        if acquired is not None and request.keep_on_error and isinstance(error, Exception):
+            await _keep(engine, acquired, error)
+            reason = None
         raise
     finally:
         if acquired is not None:
@@ -64,6 +71,18 @@ async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> 
         engine.began.pop(scope.ticket, None)
         if reason is not None and engine.is_ours():
             await engine.driver.finish(engine.clean, scope.ticket, reason, sent=attempt.sent)
+
+
+async def _keep(engine: Engine, acquired: Acquired, error: Exception) -> None:
+    """Leave the sandbox of a block that raised to be looked at: it ends with its timeout, or with the lifecycle."""
+    await engine.driver.ledger(engine.book.note, acquired.ticket, f"kept: {why(error)}")
+    record = await engine.driver.ledger(engine.book.record, acquired.ticket)
+    acquired.keep()
+    if record is not None and record.hard_deadline is not None:
+        until = datetime.fromtimestamp(record.hard_deadline / leases.SECOND, UTC)
+        told = f"sandbox {acquired.sandbox_id} is kept until {until:%Y-%m-%d %H:%M:%S} UTC, or until its lifecycle ends"
+        error.add_note(told)
+        logger.warning("%s: its block %s", told, why(error))
 
 
 def check_source(request: AcquireRequest) -> None:
@@ -104,6 +123,8 @@ class _Attempt:
         while True:
             turn = await self.waiting.turn()
             sent_at = await engine.driver.ledger(engine.book.now)
+            if late := limits.lateness(turn, engine.caps, sent_at):
+                await engine.driver.ledger(engine.book.late, engine.account, late)
             engine.began[ticket] = (sent_at, host.steady())
             self.sent = True
             try:

@@ -5,6 +5,7 @@ Whoever changes something here holds the account's lock: SQLite's write lock, or
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
@@ -29,12 +30,28 @@ def decide(
     asker = connection.execute(sql.ASKER, {"p_ticket": ticket}).first()
     if asker is None:
         return None
+    refused = bool(asker.refused)
     pace = read_pace(connection, account)
-    values = {"p_ticket": ticket, "p_account": account, "p_owner": owner, "p_queued_at": asker.queued_at}
-    rows = connection.execute(sql.PART if limits.is_alone(caps, pace) else sql.PARTS, values)
-    parts = {row.owner: limits.Part(**row._mapping) for row in rows}
-    load = limits.Load(now, parts.pop(owner), tuple(parts.values()), pace, bool(asker.refused))
-    return limits.turn(caps, load), bool(asker.refused)
+    alone = limits.is_alone(caps, pace)
+    place = {"p_ticket": ticket, "p_account": account, "p_owner": owner, "p_queued_at": asker.queued_at}
+    ahead: dict[str, dict[str, int]] = defaultdict(dict)
+    for row in connection.execute(sql.AHEAD_OF_OWNER if alone else sql.AHEAD, place):
+        ahead[row.owner][row.kind] = row.rows
+    mine = limits.Part(owner, _number(connection, sql.HELD_BY_OWNER, place), *_counts(ahead.pop(owner, {})))
+    others = [
+        limits.Part(row.id, row.slots, *_counts(ahead[row.id]), row.max_concurrent, row.asked_at)
+        for row in (connection.execute(sql.PARTS, {"p_owners": list(ahead)}) if ahead else ())
+    ]
+    used = mine.slots if caps.account_limit is None else _number(connection, sql.HELD_BY_ACCOUNT, place)
+    return limits.turn(caps, limits.Load(now, mine, others, used, pace, refused)), refused
+
+
+def _counts(ahead: dict[str, int]) -> tuple[int, int]:
+    return ahead.get("queued", 0), ahead.get("refused", 0)
+
+
+def _number(connection: Connection, statement: Any, values: dict[str, Any]) -> int:
+    return int(connection.execute(statement, values).scalar_one())
 
 
 def read_pace(connection: Connection, account: str) -> limits.Pace:

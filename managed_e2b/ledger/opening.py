@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
+import sqlite3
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 
 from ..errors import LedgerError
+from .forking import close_at_fork, unforked
 
 HEAD = "0002"
 """The newest revision in `migrations/versions`; a test holds the two together."""
@@ -20,6 +24,10 @@ READ_ONLY = "me2b_read_only"
 
 BUSY_TIMEOUT = 30.0
 """Seconds that a writer waits for another's transaction."""
+
+
+_BUSY_PAUSE = (0.0005, 0.006)
+"""Seconds between two tries to begin to write: about as long as a few transactions take."""
 
 
 def open_engine(db_path: str | os.PathLike[str]) -> Engine:
@@ -33,7 +41,8 @@ def open_engine(db_path: str | os.PathLike[str]) -> Engine:
     except ModuleNotFoundError as error:
         raise LedgerError("PostgreSQL needs a driver: pip install 'managed-e2b[postgres]'") from error
     try:
-        _bring_to_head(engine, url)
+        with unforked():
+            _bring_to_head(engine, url)
     except (DBAPIError, OSError) as error:
         engine.dispose()
         raise LedgerError(_explain(url, error)) from error
@@ -101,11 +110,38 @@ def _sqlite(url: URL) -> Engine:
 
     @event.listens_for(engine, "begin")
     def begin(connection: Any) -> None:
+        if connection.get_execution_options().get(READ_ONLY, False):
+            connection.exec_driver_sql("BEGIN")
+            return
         # IMMEDIATE: a transaction that reads and then writes never fails in the middle with "database is locked".
-        read_only = connection.get_execution_options().get(READ_ONLY, False)
-        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+        if not _begin_soon(connection.connection.driver_connection):
+            connection.exec_driver_sql("BEGIN IMMEDIATE")
 
+    close_at_fork(engine)
     return engine
+
+
+def _begin_soon(connection: sqlite3.Connection) -> bool:
+    """Begin to write as soon as no other does. False, and nothing is begun, after BUSY_TIMEOUT or another error.
+
+    SQLite's own waiting sleeps up to 100 ms between two tries, however short the transactions: with many writers some
+    would wait for seconds. It is for what is left: readers, and the moments in which a database is recovered.
+    """
+    deadline = time.monotonic() + BUSY_TIMEOUT
+    connection.execute("PRAGMA busy_timeout=0")
+    try:
+        while True:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                return True
+            except sqlite3.OperationalError as error:
+                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+                    return False
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(random.uniform(*_BUSY_PAUSE))
+    finally:
+        connection.execute(f"PRAGMA busy_timeout={int(BUSY_TIMEOUT * 1000)}")
 
 
 def _bring_to_head(engine: Engine, url: URL) -> None:

@@ -8,7 +8,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from typing import Any
 
-from sqlalchemy import ColumnElement, bindparam, case, func, insert, or_, select, update
+from sqlalchemy import (
+    ColumnElement,
+    ScalarSelect,
+    bindparam,
+    case,
+    func,
+    insert,
+    literal,
+    or_,
+    select,
+    union_all,
+    update,
+)
 from sqlalchemy.sql.dml import ReturningUpdate
 
 from ..models import State
@@ -52,28 +64,50 @@ _joined: ColumnElement[Any] = bindparam("p_queued_at")
 _older = or_(c.queued_at < _joined, (c.queued_at == _joined) & (c.ticket < bindparam("p_ticket")))
 
 
-def _count(condition: ColumnElement[bool]) -> ColumnElement[int]:
-    return func.coalesce(func.sum(case((condition, 1), else_=0)), 0)
-
-
 ASKER = select(c.queued_at, (c.state == State.CREATING).label("refused")).where(_ticket, _in_line)
-_PARTS = (
-    select(
-        c.owner,
-        _count(c.state.in_(states.SLOT_STATES)).label("slots"),
-        _count((c.state == State.QUEUED) & _older).label("queued_ahead"),
-        _count(_refused & _older).label("refused_ahead"),
-        owners.c.max_concurrent,
-        case((owners.c.closed_at.is_(None), owners.c.asked_at)).label("asked_at"),
+
+
+def _ahead(*rows: ColumnElement[bool]) -> Any:
+    """Older rows in line, counted by owner. One state at a time, so that the index has them in the order it takes."""
+    queued, refused = (
+        select(c.owner, literal(kind).label("kind"), func.count().label("rows")).where(*rows, which, _older)
+        for kind, which in (("queued", c.state == State.QUEUED), ("refused", _refused))
     )
-    .join(owners, owners.c.id == c.owner)
-    .where(c.account == bindparam("p_account"), c.state.in_(states.SLOT_STATES | {State.QUEUED}))
-    .group_by(c.owner, owners.c.max_concurrent, owners.c.closed_at, owners.c.asked_at)
-)
-PARTS = _PARTS
-PART = _PARTS.where(c.owner == bindparam("p_owner"))
+    return union_all(queued.group_by(c.owner), refused.group_by(c.owner))
+
+
+def _held(*rows: ColumnElement[bool]) -> ScalarSelect[int]:
+    return select(func.count()).select_from(sandboxes).where(*rows, c.state.in_(states.SLOT_STATES)).scalar_subquery()
+
+
+AHEAD = _ahead(c.account == bindparam("p_account"))
+AHEAD_OF_OWNER = _ahead(c.owner == bindparam("p_owner"), c.account == bindparam("p_account"))
+HELD_BY_OWNER = select(_held(c.owner == bindparam("p_owner")))
+HELD_BY_ACCOUNT = select(_held(c.account == bindparam("p_account")))
+PARTS = select(
+    owners.c.id,
+    owners.c.max_concurrent,
+    case((owners.c.closed_at.is_(None), owners.c.asked_at)).label("asked_at"),
+    _held(c.owner == owners.c.id).label("slots"),
+).where(owners.c.id.in_(bindparam("p_owners", expanding=True)))
 PACE = select(rates).where(rates.c.account == bindparam("p_account"), rates.c.name == "create")
-ASKED = update(owners).where(owners.c.id == bindparam("p_owner")).values(asked_at=_now)
+LATE = (
+    update(rates)
+    .where(rates.c.account == bindparam("p_account"), rates.c.name == "create")
+    .values(tat=rates.c.tat + bindparam("p_by"))
+)
+ASKED = (
+    update(owners)
+    .where(
+        owners.c.id == bindparam("p_owner"),
+        or_(
+            owners.c.asked_at.is_(None),
+            owners.c.asked_at < bindparam("p_before"),
+            owners.c.asked_at > _now,  # the clock was set back
+        ),
+    )
+    .values(asked_at=_now)
+)
 
 
 def _change(sources: Collection[State], *conditions: ColumnElement[bool], **values: Any) -> ReturningUpdate[Any]:

@@ -17,11 +17,15 @@ from ..rules import limits
 from ..rules.leases import SECOND
 from . import line
 from . import statements as sql
+from .forking import unforked
 from .opening import READ_ONLY
 from .tables import owners, sandboxes
 
 Clock = Callable[[], int]
 """Microseconds UTC."""
+
+_MARK = SECOND
+"""How old the mark of an owner that asks may be before it is written anew."""
 
 _VARIABLES = 500
 """The most values in one statement's list; older SQLite takes 999."""
@@ -131,6 +135,7 @@ class Ledger:
             }
             connection.execute(insert(sandboxes), values)
             _tell(connection, ticket, now, State.QUEUED, owner)
+            connection.execute(sql.ASKED, {"p_owner": owner, "p_now": now, "p_before": now - _MARK})
             return now
 
     def turn(self, ticket: str, owner: str, account: str, caps: limits.Caps) -> limits.Go | limits.Wait | None:
@@ -146,7 +151,7 @@ class Ledger:
                 return None
             decision, refused = decided
             if isinstance(decision, limits.Wait):
-                connection.execute(sql.ASKED, {"p_owner": owner, "p_now": now})
+                connection.execute(sql.ASKED, {"p_owner": owner, "p_now": now, "p_before": now})
                 return decision
             if max(caps.step, decision.pace.gap):
                 line.write_pace(connection, account, decision.pace)
@@ -160,6 +165,12 @@ class Ledger:
         with self._read() as connection:
             decided = line.decide(connection, self._now(connection), ticket, owner, account, caps)
             return None if decided is None else decided[0]
+
+    def late(self, account: str, by: int) -> None:
+        """A create is sent `by` microseconds after its turn: the next ones wait as much longer."""
+        with self._write() as (connection, _now):
+            line.serialize(connection, account)
+            connection.execute(sql.LATE, {"p_account": account, "p_by": by})
 
     def refused(
         self, ticket: str, account: str, caps: limits.Caps, *, sent_at: int, wait: float | None, jitter: float
@@ -286,12 +297,12 @@ class Ledger:
 
     @contextmanager
     def _write(self) -> Iterator[tuple[Connection, int]]:
-        with self._engine.begin() as connection:
+        with unforked(), self._engine.begin() as connection:
             yield connection, self._now(connection)
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
-        with self._engine.connect().execution_options(**{READ_ONLY: True}) as connection:
+        with unforked(), self._engine.connect().execution_options(**{READ_ONLY: True}) as connection:
             yield connection
 
     def _now(self, connection: Connection) -> int:

@@ -16,6 +16,9 @@ from .leases import SECOND
 MARGIN = 0.03
 """The rate is aimed this much below the configured one, which makes room for creates that are a little late."""
 
+LATE = SECOND // 100
+"""A create that is sent so long after its turn moves the ones after it: they were reckoned from its turn."""
+
 PRESENT = 10 * SECOND
 """An owner that has not asked for so long does not hold up the line: it is dead, suspended, or its loop is blocked."""
 
@@ -57,25 +60,26 @@ class Caps:
 
     @property
     def tolerance(self) -> int:
-        """How late a create may be without moving the ones after it: what MARGIN spares within a second, or a step.
+        """How late a turn may be asked for without moving the ones after it.
 
-        With it the configured rate still holds in every window of a second (of 1/rate, for slower ones).
+        It is what MARGIN spares within a second (or within 1/rate, if that is longer) beyond LATE: in every window of
+        that length no more creates are sent than the configured rate allows.
         """
-        return int(MARGIN * SECOND * max(1.0, 1 / self.create_rate)) if self.create_rate else 0
+        return int(MARGIN * SECOND * max(1.0, 1 / self.create_rate)) - LATE if self.create_rate else 0
 
 
 @dataclass(frozen=True)
 class Part:
-    """One owner's part of an account. Slots are rows in `rules.states.SLOT_STATES`; what is "ahead" is older."""
+    """One owner's part of the line. Slots are rows in `rules.states.SLOT_STATES`; what is "ahead" is older."""
 
     owner: str
     slots: int
     queued_ahead: int
     refused_ahead: int
     """Rows that hold a slot already and wait for their next try, after a 429."""
-    max_concurrent: int | None
+    max_concurrent: int | None = None
     """None: unknown, because a version that did not tell wrote the row."""
-    asked_at: int | None
+    asked_at: int | None = None
     """When it last asked for its turn."""
 
     def could_go(self, now: int) -> int:
@@ -116,11 +120,13 @@ class Pace:
 
 @dataclass(frozen=True)
 class Load:
-    """What the ledger says at `now`: the asker's part, the other owners' parts, the account's pace."""
+    """What the ledger says at `now`: the asker's part, those of the owners with older rows, the account's pace."""
 
     now: int
     mine: Part
     others: Sequence[Part] = ()
+    used: int = 0
+    """Slots of the whole account. Read only where there is an `account_limit`."""
     pace: Pace = Pace()
     refused: bool = False
     """The asking row holds a slot already: its create was answered by a 429, and it is to be tried again."""
@@ -128,9 +134,10 @@ class Load:
 
 @dataclass(frozen=True)
 class Go:
-    """Create now. `pace` is the account's new one."""
+    """Create now, at `at`. `pace` is the account's new one."""
 
     pace: Pace
+    at: int
 
 
 @dataclass(frozen=True)
@@ -163,20 +170,25 @@ def turn(caps: Caps, load: Load) -> Go | Wait:
             return Wait(None, why, ahead + mine.queued_ahead, own=True)
         ahead += mine.queued_ahead
     if caps.account_limit is not None:
-        used = mine.slots + sum(part.slots for part in load.others)
-        if not load.refused and used + ahead >= caps.account_limit:
+        if not load.refused and load.used + ahead >= caps.account_limit:
             why = f"account_limit={caps.account_limit} of this account is in use"
-            if used < caps.account_limit:
+            if load.used < caps.account_limit:
                 why = "others are in line before it"
             return Wait(None, why, ahead)
-        ahead = min(ahead, max(0, caps.account_limit - used))
+        ahead = min(ahead, max(0, caps.account_limit - load.used))
     ahead += mine.refused_ahead + sum(part.refused_ahead for part in load.others if part.is_present(now))
     step = max(caps.step, pace.gap)
     ready = max(pace.tat if step else 0, pace.held_until) + ahead * step
     if now < ready:
         held = pace.gap > caps.step or now < pace.held_until
         return Wait((ready - now) / SECOND, "the endpoint answered 429" if held else "the create rate", ahead)
-    return Go(replace(pace, tat=max(pace.tat, now - caps.tolerance) + step))
+    return Go(replace(pace, tat=max(pace.tat, now - caps.tolerance) + step), now)
+
+
+def lateness(go: Go, caps: Caps, sent_at: int) -> int:
+    """Microseconds by which the ones after a create must wait longer, because it is sent at `sent_at` only."""
+    late = sent_at - go.at
+    return late if late > LATE and max(caps.step, go.pace.gap) else 0
 
 
 def pause(wait: Wait, jitter: float) -> float:

@@ -28,7 +28,8 @@ def part(
 def load(
     *others: Part, now: int = 0, mine: Part | None = None, pace: Pace | None = None, refused: bool = False
 ) -> Load:
-    return Load(now, mine or part(), others, pace or Pace(), refused)
+    mine = mine or part()
+    return Load(now, mine, others, mine.slots + sum(one.slots for one in others), pace or Pace(), refused)
 
 
 def other(slots: int = 0, queued: int = 0, refused: int = 0, room: int | None = 100, asked_at: int | None = 0) -> Part:
@@ -93,7 +94,7 @@ def test_no_line_stands_still_nor_overfills_and_none_is_overtaken_for_a_slot_it_
             older = [sum(o == other and p < place for p, o in queued) for other in range(len(owners))]
             parts = [Part(str(o), slots[o], older[o], 0, owners[o][0], 0) for o in range(len(owners))]
             mine = parts.pop(owner)
-            if went(turn(Caps(owners[owner][0], account_limit=limit), Load(0, mine, parts))):
+            if went(turn(Caps(owners[owner][0], account_limit=limit), Load(0, mine, parts, sum(slots)))):
                 queued.remove(row)
                 slots[owner] += 1
                 moved = True
@@ -140,7 +141,7 @@ def test_the_rate_holds_in_every_window_and_lateness_costs_little_of_it(rate: fl
     most = round(rate * window)
     assert all(later - first >= window * SECOND for first, later in zip(times, times[most:], strict=False))
     used = (len(times) - 1) * SECOND / (times[-1] - times[0]) / rate
-    allowed = limits.MARGIN * window  # seconds: what a create may be late without a cost
+    allowed = caps.tolerance / SECOND
     excess = sum(max(0.0, late / rate - allowed) for late in lateness) / len(lateness)
     assert used >= 1 / (1 + limits.MARGIN + excess * rate) - 0.01
 
