@@ -318,6 +318,7 @@ class SandboxLifecycle(_Lifecycle):
         envs: Mapping[str, str] | None = None,
         allow_internet_access: bool | None = None,
         acquire_timeout: float | None = None,
+        keep_on_error: bool = False,
     ) -> SandboxContext:
         """A sandbox for the body of a `with`; after it, whatever happened, the sandbox is proved dead.
 
@@ -325,6 +326,9 @@ class SandboxLifecycle(_Lifecycle):
         timeout: the hard limit of its life, in whole seconds.
         metadata, envs: str to str; the metadata is kept in the ledger, `envs` (which may be secrets) is not.
         acquire_timeout: seconds to wait for a slot, None for as long as it takes.
+        keep_on_error: when the block raises an Exception, leave the sandbox (and the handle) alive, to look at what
+            happened: until its timeout, or until this lifecycle is shut down or its process dies. A note on the
+            exception tells the id and the time.
 
         Raises ValidationError here, before anything is sent; entering raises AcquireTimeoutError, BackendError
         (AuthenticationError, TemplateNotFoundError, BackendUnavailableError, SandboxCreateError).
@@ -338,6 +342,7 @@ class SandboxLifecycle(_Lifecycle):
             envs=envs,
             allow_internet_access=allow_internet_access,
             acquire_timeout=acquire_timeout,
+            keep_on_error=keep_on_error,
         )
         return SandboxContext(self._engine, request)
 
@@ -434,6 +439,7 @@ class AsyncSandboxLifecycle(_Lifecycle):
         envs: Mapping[str, str] | None = None,
         allow_internet_access: bool | None = None,
         acquire_timeout: float | None = None,
+        keep_on_error: bool = False,
     ) -> AsyncSandboxContext:
         """See SandboxLifecycle.acquire."""
         request = self._request(
@@ -445,6 +451,7 @@ class AsyncSandboxLifecycle(_Lifecycle):
             envs=envs,
             allow_internet_access=allow_internet_access,
             acquire_timeout=acquire_timeout,
+            keep_on_error=keep_on_error,
         )
         return AsyncSandboxContext(self._engine, request)
 
@@ -555,7 +562,7 @@ class _Visit:
         proved = False
         try:
             await self._path.__aexit__(kind, error, traceback)
-            proved = acquired is None or acquired.released
+            proved = acquired is None or acquired.released or acquired.kept
         finally:
             if acquired is not None and not proved:
                 # The release failed, or could not be waited for: a generator that holds the `with` is being closed,

@@ -110,9 +110,13 @@ class SandboxConfig(BaseModel):
 
 
 class AcquireRequest(SandboxConfig):
-    """A config and how long to wait for a slot: `acquire_timeout` in seconds, None for as long as it takes."""
+    """A config and how long to wait for a slot: `acquire_timeout` in seconds, None for as long as it takes.
+
+    `keep_on_error`: a block that raises leaves its sandbox running, until its timeout or the lifecycle's end.
+    """
 
     acquire_timeout: float | None = Field(default=None, gt=0)
+    keep_on_error: bool = Field(default=False, strict=True)
 
 
 UNKNOWN = "unknown"

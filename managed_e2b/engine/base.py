@@ -24,10 +24,13 @@ from .patience import Hold
 class Scope:
     """Somebody uses a sandbox: the frame of an `acquire`, its handle, the native object. Dropped, nobody does."""
 
-    __slots__ = ("__weakref__", "ticket")
+    __slots__ = ("__weakref__", "dropped", "ticket")
 
-    def __init__(self, ticket: str) -> None:
+    def __init__(self, ticket: str, dropped: Callable[[str], object]) -> None:
         self.ticket = ticket
+        # The collector may call this on any thread, inside any lock: nothing but an append is safe there.
+        self.dropped = weakref.finalize(self, dropped, ticket)
+        self.dropped.atexit = False
 
 
 @dataclass
@@ -70,10 +73,7 @@ class Engine:
 
     def open_scope(self) -> Scope:
         """A new ticket, made before anything is written or sent."""
-        scope = Scope(uuid.uuid4().hex)
-        # The collector may call this on any thread, inside any lock: nothing but an append is safe here.
-        weakref.finalize(scope, self.abandoned.append, scope.ticket).atexit = False
-        return scope
+        return Scope(uuid.uuid4().hex, self.abandoned.append)
 
 
 @dataclass
@@ -86,9 +86,16 @@ class Acquired:
     """The native `e2b.Sandbox` or `e2b.AsyncSandbox`."""
     released: bool = False
     """Whether its `with` block has been left."""
+    kept: bool = False
+    """Whether it outlives its block, as `keep_on_error` asks for."""
     paused: bool = False
     """Whether it was found paused by somebody else when it was last looked at."""
 
     @property
     def ticket(self) -> str:
         return self.scope.ticket
+
+    def keep(self) -> None:
+        """Let it outlive its block, and all that holds it."""
+        self.kept = True
+        self.scope.dropped.detach()
