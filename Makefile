@@ -3,7 +3,7 @@ SHELL := /bin/sh
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: help venv demo test check bench format docs humaneval clean
+.PHONY: help venv demo test check bench soak format docs humaneval clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -26,6 +26,9 @@ check: venv  ## lint, format, types, import contracts, generated docs
 
 bench: venv  ## how long the main job takes, and what the manager adds to the bare SDK
 	@$(BIN)/python bench/main_job.py $(ARGS)
+
+soak: venv  ## many processes, faults, SIGKILLs: what leaks (make soak ARGS="--seconds 600")
+	@$(BIN)/python bench/soak.py $(ARGS)
 
 humaneval: venv  ## the 164 HumanEval problems, each in a sandbox of its own
 	@$(BIN)/python examples/humaneval.py $(ARGS)
