@@ -80,7 +80,9 @@ def get_e2b_config(
     An `http://` API URL without a sandbox URL is a server on one origin, such as `me2b serve`.
     Raises ConfigError when there is no key, naming the ways out, or when a URL cannot be one.
     """
-    merged = {**load_env(env_file), **(os.environ if environ is None else environ)}
+    environment = os.environ if environ is None else environ
+    # A variable that is set to nothing does not hide the one in the file.
+    merged = {**load_env(env_file), **{name: value for name, value in environment.items() if value}}
     key = e2b_key or merged.get("E2B_API_KEY")
     if not key:
         raise ConfigError(_NO_BACKEND)
@@ -91,6 +93,9 @@ def get_e2b_config(
     sandbox_url = None if e2b_api_url else _url(merged.get("E2B_SANDBOX_URL"), "E2B_SANDBOX_URL")
     if sandbox_url is None and api_url is not None and api_url.startswith("http://"):
         sandbox_url = api_url
+    if sandbox_url is None and environment.get("E2B_SANDBOX_URL"):
+        # The SDK would read it by itself, and send the sandboxes' traffic and tokens to another host.
+        raise ConfigError("E2B_SANDBOX_URL is set in the environment, but not for the endpoint given: unset it there")
     return E2BConfig(api_key=key, api_url=api_url, sandbox_url=sandbox_url, domain=merged.get("E2B_DOMAIN") or None)
 
 
@@ -99,9 +104,14 @@ def _url(value: str | None, name: str) -> str | None:
         return None
     try:
         parts = urlsplit(value)
+    except ValueError as error:
+        raise ConfigError(f"{name} is not a URL") from error
+    try:
         port_is_valid = parts.port is None or parts.port > 0
     except ValueError:
         port_is_valid = False
+    if "@" in parts.netloc:
+        raise ConfigError(f"{name}: a URL without user and password; the key goes into E2B_API_KEY")
     if not port_is_valid or parts.scheme not in ("http", "https") or not parts.hostname:
         raise ConfigError(f"{name}={value!r} is not a URL such as https://api.example.com or http://127.0.0.1:7820")
     return value.rstrip("/")

@@ -73,3 +73,23 @@ def test_a_key_with_stray_characters_is_told_without_showing_it(key: str) -> Non
 )
 def test_loopback_is_told_apart(url: str, loopback: bool) -> None:
     assert E2BConfig("k", api_url=url).is_loopback is loopback
+
+
+def test_a_sandbox_url_of_another_endpoint_is_refused() -> None:
+    environment = {"E2B_SANDBOX_URL": "http://127.0.0.1:7820"}
+    with pytest.raises(ConfigError, match="E2B_SANDBOX_URL is set in the environment"):
+        get_e2b_config(e2b_api_url="https://api.example.com", e2b_key="k", environ=environment)
+    config = get_e2b_config(e2b_api_url="http://127.0.0.1:1", e2b_key="k", environ=environment)
+    assert config.sandbox_url == "http://127.0.0.1:1"
+
+
+def test_an_empty_variable_does_not_hide_the_file(tmp_path: Path) -> None:
+    file = tmp_path / "some.env"
+    file.write_text("E2B_API_KEY=from-file\n")
+    assert get_e2b_config(env_file=file, environ={"E2B_API_KEY": ""}).api_key == "from-file"
+
+
+def test_a_url_with_a_password_is_refused_without_showing_it() -> None:
+    with pytest.raises(ConfigError, match="without user and password") as caught:
+        get_e2b_config(e2b_api_url="https://user:hunter2@example.com", e2b_key="k", environ={})
+    assert "hunter2" not in str(caught.value)
