@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..models import Owner, ReapAction, Reaped, ReapReport, SandboxRecord, State
@@ -39,14 +39,13 @@ async def reap(
     engine: Engine,
     *,
     want: cleanup.Want = cleanup.EVERY,
-    owners: Collection[str] | None = None,
     dry_run: bool = False,
     max_iter: int = 1,
     bounds: Bounds | None = None,
 ) -> ReapReport:
     """Pass over the rows of this account whose owner, or whose cleaner, is dead, until none is pending.
 
-    At most `max_iter` passes; each tries each sandbox once. `owners`: those of these owners only.
+    At most `max_iter` passes; each tries each sandbox once.
     """
     limits = bounds or Bounds()
     items: dict[str, Reaped] = {}
@@ -54,7 +53,7 @@ async def reap(
     for attempt in range(max_iter):
         if attempt:
             await engine.driver.wait(failures.backoff(attempt, base=0.1))
-        done, cut = await _pass(engine, want, owners, dry_run, limits)
+        done, cut = await _pass(engine, want, dry_run, limits)
         items |= done
         if cut is not None or not any(item.action == "pending" for item in items.values()):
             break
@@ -62,12 +61,12 @@ async def reap(
 
 
 async def _pass(
-    engine: Engine, want: cleanup.Want, owners: Collection[str] | None, dry_run: bool, bounds: Bounds
+    engine: Engine, want: cleanup.Want, dry_run: bool, bounds: Bounds
 ) -> tuple[dict[str, Reaped], str | None]:
     d, book = engine.driver, engine.book
     known = await d.ledger(book.owners_with_open_rows, engine.account)
     now = await d.ledger(book.now)
-    dead = {owner.id: owner for owner in known if not alive(owner, now) and (owners is None or owner.id in owners)}
+    dead = {owner.id: owner for owner in known if not alive(owner, now)}
     done: dict[str, Reaped] = {}
     if not dead:
         return done, None
