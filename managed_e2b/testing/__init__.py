@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from .chaos import Chaos, ChaosError, ChaosScript, Journal, Request
     from .clock import SteppedClock
     from .ledger import LedgerConformance
+    from .provider import FakeProvider, Fault
     from .server import TestServer, local_server
 
 __all__ = [
     "Chaos",
     "ChaosError",
     "ChaosScript",
+    "FakeProvider",
+    "Fault",
     "Journal",
     "LedgerConformance",
     "Request",
@@ -35,6 +38,8 @@ _HOME = {
     "Chaos": "chaos",
     "ChaosError": "chaos",
     "ChaosScript": "chaos",
+    "FakeProvider": "provider",
+    "Fault": "provider",
     "Journal": "chaos",
     "LedgerConformance": "ledger",
     "Request": "chaos",
