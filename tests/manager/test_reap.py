@@ -212,9 +212,10 @@ async def test_a_row_in_line_just_ends(face: Face, me2b_chaos: Chaos) -> None:
     lifecycle = reaper(face)
     book = lifecycle._book
     ticket = queued_row(book, owner_row(book, dead=True), lifecycle._engine.account)
+    asked = me2b_chaos.journal().count()
     assert await actions(lifecycle) == [(ticket, "never_existed")]
     assert book.record(ticket).state is State.CLEANED
-    assert me2b_chaos.journal().count() == 0, "nothing was sent for it, so nothing is asked"
+    assert me2b_chaos.journal().count() == asked, "nothing was sent for it, so nothing is asked"
 
 
 async def test_a_create_that_was_never_answered_is_found_by_its_ticket_and_all_it_made_is_killed(
