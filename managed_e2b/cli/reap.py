@@ -76,7 +76,7 @@ def reap(
         "include_other_ledgers": include_other_ledgers,
         "dry_run": dry_run,
     }
-    lifecycle = SandboxLifecycle(db_path=db, e2b_api_url=api_url, backend=backend, opening_reap=False)
+    lifecycle = SandboxLifecycle(db_path=db, e2b_api_url=api_url, backend=backend, opening_reap=False, watchdog=False)
     try:
         if watch:
             _watch(lifecycle, options, EVERY if seconds is None else seconds, as_json=as_json)
