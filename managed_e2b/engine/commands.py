@@ -90,6 +90,9 @@ async def run(
             stream.may_run = False
     except (SandboxUnreachableError, CommandLostError):
         raise
+    except GeneratorExit:
+        stream.may_run = False  # dropped, perhaps by the collector: no thread may be begun; its sandbox is dropped, too
+        raise
     except Exception:
         if stream.may_run:  # the caller's own error, from a callback
             await engine.driver.finish(engine.end_command, acquired.sandbox, mark, user, True)
@@ -129,7 +132,10 @@ async def _with_stdin(
     # By a file, not by the stream: a command that writes before it reads cannot block on us, whatever the size.
     path = f"/tmp/.me2b-stdin-{mark}"
     data = stdin.encode() if isinstance(stdin, str) else stdin
-    await engine.driver.sdk.write_file(acquired.sandbox, path, data, user)
+    try:
+        await engine.driver.sdk.write_file(acquired.sandbox, path, data, user)
+    except (SandboxNotRunning, SandboxUnreachableError) as error:
+        raise await why_failed(engine, acquired, error) from error
     return f"exec < {path}; rm -f {path}\n{command}"
 
 

@@ -20,6 +20,7 @@ from managed_e2b import (
     BackendError,
     CommandLostError,
     RateLimitedError,
+    SandboxCreateError,
     SandboxGoneError,
     SandboxUnreachableError,
 )
@@ -169,6 +170,17 @@ async def test_an_agent_that_never_answers_ends_its_call_only(face: Face, me2b_c
             assert (await settle(other.run("echo fine"))).stdout == "fine\n"
         me2b_chaos.calm()
         assert (await settle(handle.run("echo again"))).stdout == "again\n"
+
+
+async def test_a_create_that_is_never_answered_ends_at_its_deadline(face: Face, me2b_chaos: Chaos) -> None:
+    lifecycle = face.open()
+    async with face.entered(lifecycle.acquire()) as other:
+        lifecycle._engine.driver.sdk._options["request_timeout"] = 1.0
+        me2b_chaos.on("create").first().before().hang()
+        with pytest.raises(SandboxCreateError, match="not known yet"):
+            async with face.entered(lifecycle.acquire(timeout=10)):
+                pytest.fail("nothing was created")
+        assert (await settle(other.run("echo fine"))).stdout == "fine\n"
 
 
 async def test_a_stream_gone_silent_is_taken_up_again(
