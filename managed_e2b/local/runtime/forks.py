@@ -96,8 +96,8 @@ class Forks:
 
 def _receive(sock: socket.socket) -> Told:
     data, fds = channel.receive(sock)
-    if fds is None:
-        return channel.LOST, []
     if not data:
-        return {"errno": errno.EIO, "message": "the helper process died", "step": "fork"}, fds
+        return {"errno": errno.EIO, "message": "the helper process died", "step": "fork"}, fds or []
+    if fds is None:
+        return {**json.loads(data), **channel.LOST}, []
     return json.loads(data), fds

@@ -110,6 +110,8 @@ class BubblewrapGuest:
         except BaseException as error:
             exit.cancel()
             if isinstance(error, OperationFailed):
+                if error.errno == errno.EMFILE:
+                    self._abandon(number)
                 self._raise(error)
             raise
         pidfd, marker, *ends = reply.fds
@@ -119,7 +121,14 @@ class BubblewrapGuest:
         )
 
     def _kill_marked(self, marker: int) -> None:
-        _, answer = self._spawner.link.submit("kill_marked", [marker], sandbox=self.sandbox_id)
+        self._tell("kill_marked", [marker])
+
+    def _abandon(self, job: int) -> None:
+        """The command may have started, and its descriptors were lost on the way: it must not run on unseen."""
+        self._tell("abandon", job=job)
+
+    def _tell(self, op: str, fds: Sequence[int] = (), **args: Any) -> None:
+        _, answer = self._spawner.link.submit(op, fds, sandbox=self.sandbox_id, **args)
         # Its failure means that the sandbox is gone, and with it every process.
         answer.add_done_callback(lambda done: done.cancelled() or done.exception())
 

@@ -19,6 +19,8 @@ from managed_e2b.local.runtime import children, linux
 _GONE = (errno.ENOENT, errno.ESRCH, errno.EACCES)
 _CONNECT_SECONDS = 10.0
 _MAX_PASSES = 50
+_MAX_DEPTH = 512  # directories open at once
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 Answer = tuple[Any, list[int]]
 
@@ -36,6 +38,16 @@ def kill_marked(namespace_fd: int) -> Answer:
         return (status.st_dev, status.st_ino) == same
 
     return {"killed": _stop_and_then(belongs, signal.SIGKILL)}, []
+
+
+def kill_command(pidfd: int, command: int, report: socket.socket) -> None:
+    """SIGKILL a command with all its descendants, by its pid outside. The fork itself, as `visit`."""
+    children.keep_only([pidfd, report.fileno()])
+    children.detach_signals()
+    marker = os.open(f"/proc/{command}/ns/cgroup", os.O_RDONLY | os.O_CLOEXEC)
+    children.enter(pidfd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
+    value, fds = kill_marked(marker)
+    children.tell(report, {"value": value}, fds)
 
 
 def signal_all(number: int) -> Answer:
@@ -176,25 +188,54 @@ def usage(pidfd: int, directories: list[str]) -> Answer:
 
 
 def _tree_size(top: str) -> int:
-    """Bytes of disk used by regular files and directories below `top`, hard links once. Links are not followed."""
-    total, seen = 0, set()
-    stack = [top]
-    while stack:
-        try:
-            entries = list(os.scandir(stack.pop()))
-        except OSError:  # removed meanwhile, or deeper than a path can tell: not counted
-            continue
-        for entry in entries:
-            try:
-                status = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            if stat.S_ISDIR(status.st_mode):
-                stack.append(entry.path)
-            if status.st_ino not in seen:
-                seen.add(status.st_ino)
-                total += status.st_blocks * 512
+    """Bytes of disk used by regular files and directories below `top`, hard links once.
+
+    What lies there changes while we look: each directory is opened from its parent's descriptor, never through a link,
+    so a directory that becomes a link leads nowhere. What is removed meanwhile, or too deep, is not counted.
+    """
+    seen: set[int] = set()
+    try:
+        opened = [os.open(top, _DIRECTORY)]
+    except OSError:
+        return 0
+    total = 0
+    try:
+        pending = [_measure(opened[0], seen)]
+        while pending:
+            size, names = pending[-1]
+            total += size
+            pending[-1] = (0, names)
+            if not names:
+                pending.pop()
+                os.close(opened.pop())
+            elif len(opened) < _MAX_DEPTH:
+                try:
+                    opened.append(os.open(names.pop(), _DIRECTORY, dir_fd=opened[-1]))
+                except OSError:
+                    continue
+                pending.append(_measure(opened[-1], seen))
+            else:
+                names.clear()
+    finally:
+        for fd in opened:
+            os.close(fd)
     return total
+
+
+def _measure(directory: int, seen: set[int]) -> tuple[int, list[str]]:
+    """Bytes of what an open directory holds, but for inodes that were `seen`, and the names of its directories."""
+    size, names = 0, []
+    for name in os.listdir(directory):
+        try:
+            status = os.stat(name, dir_fd=directory, follow_symlinks=False)
+        except FileNotFoundError:
+            continue
+        if stat.S_ISDIR(status.st_mode):
+            names.append(name)
+        if status.st_ino not in seen:
+            seen.add(status.st_ino)
+            size += status.st_blocks * 512
+    return size, names
 
 
 def visit(pidfd: int, namespaces: int, look: Callable[[], Answer], report: socket.socket, keep: int = -1) -> None:

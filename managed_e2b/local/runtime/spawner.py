@@ -19,6 +19,7 @@ served.
 | launch | sandbox, argv, layout (`layers.Layout`) | host pid; pidfd, life pipe, agent's socket, agent's pidfd |
 | spawn | sandbox, argv, env, cwd, uid, gid, groups, stdin, pty | pid, child, stdio; pidfd, marker, stdio descriptors |
 | kill_marked | sandbox; + marker | |
+| abandon | sandbox, job (a spawn request) | its command is killed, with all its descendants |
 | signal_all | sandbox, signal | |
 | dial | sandbox, port | ; a connected socket |
 | usage | sandbox, directories | see `look.usage` |
@@ -309,13 +310,15 @@ class Spawner:
     def _spawn(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         pidfd, job = self._sandbox(args["sandbox"]).pidfd, children.Job.parse(args)
         self._forks.fork(
-            lambda report: children.run_command(pidfd, job, report), lambda told: self._spawned(request, told)
+            lambda report: children.run_command(pidfd, job, report), lambda told: self._spawned(request, pidfd, told)
         )
 
-    def _spawned(self, request: int, told: Told) -> None:
+    def _spawned(self, request: int, pidfd: int, told: Told) -> None:
         body, fds = told
         child = body.get("child")
-        if not isinstance(child, int):
+        if not isinstance(child, int) or "errno" in body:
+            if isinstance(child, int) and self._unclaimed.pop(child, None) is None:
+                self._kill_command(pidfd, child)  # it runs, but its descriptors were lost
             self._answer(request, body)
             return
         self._answer(request, {"value": body}, fds)
@@ -324,6 +327,22 @@ class Spawner:
             self._jobs[child] = request
         else:
             self._tell_exit(request, early)
+
+    def _kill_command(self, pidfd: int, child: int, done: Callable[[Told], None] = lambda told: None) -> None:
+        """`child`: a command that has not been reaped."""
+        try:
+            self._forks.fork(lambda report: look.kill_command(pidfd, child, report), done)
+        except OSError:  # no process and no descriptor to be had: then the command alone
+            os.kill(child, signal.SIGKILL)
+            done(({"value": None}, []))
+
+    def _abandon(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        pidfd, job = self._sandbox(args["sandbox"]).pidfd, args["job"]
+        child = next((pid for pid, number in self._jobs.items() if number == job), None)
+        if child is None:
+            self._answer(request, {"value": None})  # it has ended, or never began
+        else:
+            self._kill_command(pidfd, child, self._relay(request))
 
     def _kill_marked(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         if len(fds) != 1:
@@ -373,6 +392,7 @@ class Spawner:
         "launch": _launch,
         "spawn": _spawn,
         "kill_marked": _kill_marked,
+        "abandon": _abandon,
         "signal_all": _signal_all,
         "dial": _dial,
         "usage": _usage,
