@@ -31,6 +31,7 @@ from ..errors import (
 from ..models import RemoteSandbox
 from ..rules import retry_after
 from ..settings import E2BConfig
+from . import forked
 from .inside import NOT_RUNNING, Inside, NativeSandbox
 from .refusals import header_of
 
@@ -43,15 +44,18 @@ _ServiceBusy: type[Exception] | None = getattr(sdk_errors, "ServiceBusyException
 CONTROL_TIMEOUT = 15.0
 """Seconds for a kill, a look or a renewal: they are asked again, so that none may hang for the SDK's minute."""
 
-_used_by: int | None = None
-"""The process that made the first call. The SDK's HTTP client has threads of its own, which a fork leaves behind."""
-
 
 class Sdk(Inside):
     """Calls to one endpoint with one key. Nothing is written to the environment."""
 
     def __init__(self, config: E2BConfig, *, is_async: bool) -> None:
-        _check_process(config.endpoint)
+        if forked.hopeless:
+            raise BackendUnavailableError(
+                f"cannot reach {config.endpoint} from a process that was forked after E2B's SDK had been used: its "
+                'HTTP client would hang. Start workers with the "spawn" or "forkserver" method of multiprocessing, or '
+                "fork earlier"
+            )
+        self._pid = os.getpid()
         self.endpoint = config.endpoint
         self._class: Any = e2b.AsyncSandbox if is_async else e2b.Sandbox
         self._is_async = is_async
@@ -162,9 +166,11 @@ class Sdk(Inside):
             raise self._mapped(error, what) from error
 
     def _begin(self) -> None:
-        global _used_by
-        _check_process(self.endpoint)
-        _used_by = os.getpid()
+        if self._pid != os.getpid():
+            raise BackendUnavailableError(
+                f"cannot reach {self.endpoint} with what belongs to the parent process: open a lifecycle of its own "
+                "after a fork"
+            )
 
     def _mapped(self, error: Exception, what: str) -> BackendError:
         """A foreign exception by type and status; what is not recognised stays a plain BackendError."""
@@ -187,14 +193,6 @@ class Sdk(Inside):
         if isinstance(error, json.JSONDecodeError | KeyError):
             return BackendError(f"{told}: it answered what no E2B API answers ({type(error).__name__})")
         return BackendError(f"{told}: {error}", status=_status(error))
-
-
-def _check_process(endpoint: str) -> None:
-    if _used_by not in (None, os.getpid()):
-        raise BackendUnavailableError(
-            f"cannot reach {endpoint} from a process that was forked after E2B's SDK had been used: its HTTP client "
-            'would hang. Start workers with the "spawn" or "forkserver" method of multiprocessing, or fork earlier'
-        )
 
 
 def _status(error: Exception) -> int | None:

@@ -144,32 +144,6 @@ def test_a_forked_child_may_open_its_own(server: Any, tmp_path: Any, program: Ca
     assert run.returncode == 0, run.stderr
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-def test_a_child_forked_after_use_is_told_and_does_not_hang(
-    server: Any, tmp_path: Any, program: Callable[[str], list[str]]
-) -> None:
-    source = f"""
-    import os
-    from managed_e2b import BackendUnavailableError, SandboxLifecycle
-    where = dict(e2b_api_url={server.url!r}, e2b_key={server.api_key!r})
-    with SandboxLifecycle({str(tmp_path / "x.db")!r}, **where) as lifecycle, lifecycle.acquire() as handle:
-        child = os.fork()
-        if child == 0:
-            for use in (lambda: SandboxLifecycle({str(tmp_path / "x.db")!r}, **where), lambda: handle.run("true")):
-                try:
-                    use()
-                except BackendUnavailableError as error:
-                    assert "spawn" in str(error)
-                else:
-                    os._exit(1)
-            os._exit(0)
-        assert os.waitpid(child, 0)[1] == 0
-        assert handle.run("true").ok
-    """
-    run = subprocess.run(program(textwrap.dedent(source)), capture_output=True, text=True, timeout=60)
-    assert (run.returncode, run.stderr) == (0, "")
-
-
 @pytest.mark.parametrize("kind", [SandboxLifecycle, AsyncSandboxLifecycle])
 def test_opening_and_closing_leaves_no_thread_and_no_descriptor(kind: Any, server: Any, tmp_path: Any) -> None:
     source = f"""
