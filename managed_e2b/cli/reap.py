@@ -90,12 +90,14 @@ def reap(
 
 
 def _watch(lifecycle: Any, options: dict[str, Any], seconds: float, *, as_json: bool) -> None:
-    """Pass after pass. An endpoint that is down for a while is told, and tried again; Ctrl-C ends it."""
+    """Pass after pass. An endpoint or a ledger that fails for a while is told, and tried again; Ctrl-C ends it."""
+    from sqlalchemy.exc import DBAPIError
+
     try:
         while True:
             try:
                 _show(lifecycle.reap(**options), as_json=as_json, is_one_of_many=True)
-            except BackendError as error:
+            except (BackendError, DBAPIError) as error:
                 message(f"{' '.join(str(error).split())}; trying again in {duration(seconds)}")
             sys.stdout.flush()
             time.sleep(seconds)

@@ -11,7 +11,10 @@ from typing import Any
 
 import e2b
 import pytest
+from sqlalchemy.exc import OperationalError
 
+from managed_e2b import BackendError, Reaped, ReapReport
+from managed_e2b.cli.reap import _watch
 from managed_e2b.testing import Chaos
 from managed_e2b.testing.server import TestServer
 
@@ -148,3 +151,22 @@ def test_watching_reaps_what_dies_later_until_it_is_interrupted(connected: Any, 
         assert items[0]["sandbox_id"] not in listed()
         watcher.send_signal(signal.SIGINT)
         assert watcher.wait(timeout=60) == 0
+
+
+def test_watching_outlives_an_endpoint_and_a_ledger_that_fail(capsys: pytest.CaptureFixture[str]) -> None:
+    item = Reaped("t", "igone", "o", "cleaned", "its owner is dead")
+    answers = iter([BackendError("503"), OperationalError("claim", {}, Exception("locked")), ReapReport((item,))])
+
+    class Lifecycle:
+        def reap(self, **options: Any) -> ReapReport:
+            assert options == {"dry_run": False}
+            answer = next(answers, KeyboardInterrupt())
+            if isinstance(answer, BaseException):
+                raise answer
+            return answer
+
+    _watch(Lifecycle(), {"dry_run": False}, 0, as_json=True)
+    out, err = capsys.readouterr()
+    (line,) = out.splitlines()
+    assert json.loads(line)["items"][0]["sandbox_id"] == "igone"
+    assert [word in err for word in ("503", "locked", "interrupted")] == [True] * 3
