@@ -70,7 +70,7 @@ async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> 
             acquired.released = reason is not None
         engine.began.pop(scope.ticket, None)
         if reason is not None and engine.is_ours():
-            await engine.driver.finish(engine.clean, scope.ticket, reason, sent=attempt.sent)
+            await engine.driver.finish(engine.clean, scope.ticket, reason, sent=attempt.sent, made=attempt.made)
 
 
 async def _keep(engine: Engine, acquired: Acquired, error: Exception) -> None:
@@ -107,7 +107,10 @@ def why(error: BaseException) -> str:
 
 
 class _Attempt:
-    """One request on its way. `sent` tells whether a create may have reached the backend."""
+    """One request on its way.
+
+    `sent`: whether a create may have reached the backend. `made`: what it made when its row was ours no more.
+    """
 
     def __init__(self, engine: Engine, scope: Scope, request: AcquireRequest) -> None:
         self.engine = engine
@@ -115,6 +118,7 @@ class _Attempt:
         self.request = request
         self.waiting = Waiting(engine, scope.ticket, request.acquire_timeout)
         self.sent = False
+        self.made: str | None = None
 
     async def create(self, template: str) -> Acquired:
         """When it is its turn: one sandbox, tagged with our ticket, durable as `running` before anybody sees it."""
@@ -145,6 +149,7 @@ class _Attempt:
                 engine.book.running, ticket, engine.owner, sandbox.sandbox_id, sent_at=sent_at, remote=seconds
             )
             if record is None:
+                self.made = sandbox.sandbox_id
                 raise await self.waiting.gone()
             if turn.pace.gap:
                 await engine.driver.ledger(engine.book.recovered, engine.account, engine.caps, sent_at=sent_at)

@@ -31,25 +31,32 @@ async def release(
     reason: str,
     *,
     sent: bool = True,
+    made: str | None = None,
     dead: Collection[str] = (),
     patience: float | None = None,
 ) -> bool:
     """End a row, and with it its sandbox. Whether it is terminal now; if not, the keeper or a reaper goes on.
 
-    `sent=False`: no create of this row ever reached the backend. `dead`: owners whose claims may be taken over.
+    `sent=False`: no create of this row ever reached the backend. `made`: the id that a create answered with when the
+    row had been ended already, so that it could not be written there; it is ended whosever the row is. `dead`: owners
+    whose claims may be taken over.
     """
     d, book = engine.driver, engine.book
+    deadline = time.monotonic() + (PATIENCE if patience is None else patience)
     record = await d.ledger(book.claim, ticket, engine.owner, reason, dead=dead)
     if record is None:
         current = await d.ledger(book.record, ticket)
         if current is not None and current.state is State.QUEUED:
             current = await d.ledger(book.give_up, ticket, engine.owner, reason)
             d.notify()
-        return current is None or current.state in states.TERMINAL
-    deadline = time.monotonic() + (PATIENCE if patience is None else patience)
+        is_over = current is None or current.state in states.TERMINAL
+        if made is not None:
+            await _end_late(engine, ticket, made, deadline, is_over=is_over)
+        return is_over
     refused = record.refused_at is not None
     try:
-        ids = [record.sandbox_id] if record.sandbox_id else []
+        known = record.sandbox_id or made
+        ids = [known] if known else []
         if not ids and sent:
             # After a 429 one look is enough: the endpoint itself has said that it made nothing.
             patience = 0.0 if refused else FIND_PATIENCE
@@ -86,6 +93,19 @@ async def _find(engine: Engine, record: SandboxRecord, deadline: float) -> list[
             return found
         await engine.driver.wait(failures.backoff(attempt), record.ticket)
         attempt += 1
+
+
+async def _end_late(engine: Engine, ticket: str, sandbox_id: str, deadline: float, *, is_over: bool) -> None:
+    """End what a create made after somebody else had taken over, or ended, its row."""
+    try:
+        if not is_over:  # whoever has the row can go on with the id
+            await engine.driver.ledger(engine.book.found, ticket, sandbox_id)
+        if await _prove_dead(engine, sandbox_id, deadline):
+            return
+        told = "it still answers after DELETE"
+    except BackendError as error:
+        told = str(error)
+    logger.warning("%s, made too late for its row, is not proved dead: %s; its lease ends it", sandbox_id, told)
 
 
 async def _prove_dead(engine: Engine, sandbox_id: str, deadline: float) -> bool:

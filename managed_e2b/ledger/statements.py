@@ -96,6 +96,7 @@ LATE = (
     .where(rates.c.account == bindparam("p_account"), rates.c.name == "create")
     .values(tat=rates.c.tat + bindparam("p_by"))
 )
+# Who asks shows life, too: one that was suspended must not take a slot while it still looks dead.
 ASKED = (
     update(owners)
     .where(
@@ -106,7 +107,7 @@ ASKED = (
             owners.c.asked_at > _now,  # the clock was set back
         ),
     )
-    .values(asked_at=_now)
+    .values(asked_at=_now, heartbeat=_now)
 )
 
 

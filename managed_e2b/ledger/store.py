@@ -156,6 +156,7 @@ class Ledger:
             if max(caps.step, decision.pace.gap):
                 line.write_pace(connection, account, decision.pace)
             connection.execute(sql.AGAIN if refused else sql.START, {"p_ticket": ticket, "p_now": now})
+            connection.execute(sql.ASKED, {"p_owner": owner, "p_now": now, "p_before": now - _MARK})
             if not refused:
                 _tell(connection, ticket, now, State.CREATING, owner)
             return decision
