@@ -67,7 +67,18 @@ async def _serve(options: argparse.Namespace) -> int:
             _announce(options.announce_fd, {"error": str(error)})
             return 1
         _announce(options.announce_fd, {"url": server.url})
-        await stop.wait()
+        stopping = asyncio.create_task(stop.wait())
+        serving = asyncio.create_task(server.serve_forever())
+        try:
+            await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+            if serving.done():
+                serving.result()
+        except RuntimeUnavailable as error:
+            logging.error("%s", error)
+            return 1
+        finally:
+            stopping.cancel()
+            serving.cancel()
     finally:
         await server.close()
     return 0

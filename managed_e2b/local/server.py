@@ -107,10 +107,16 @@ class LocalServer:
         return Gateway(self.registry, api, signature_matches, self._chaos, api_key=self.api_key)
 
     async def serve_forever(self) -> None:
-        """Return when the server has been closed."""
-        if self._serving is None:
+        """Return when the server has been closed. Raises RuntimeUnavailable once it can make no more sandboxes."""
+        if self._serving is None or self._runtime is None:
             raise RuntimeError("the server is not started")
-        await asyncio.wait([self._serving])
+        failed = asyncio.create_task(self._runtime.failed())
+        try:
+            await asyncio.wait((self._serving, failed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            failed.cancel()
+        if failed.done() and not failed.cancelled():
+            raise failed.result()
         self._serving.result()
 
     async def close(self) -> None:
@@ -236,7 +242,10 @@ async def _run(server: LocalServer, announce: Callable[[LocalServer], None] | No
         stopping = asyncio.create_task(stop.wait())
         serving = asyncio.create_task(server.serve_forever())
         await asyncio.wait((stopping, serving), return_when=asyncio.FIRST_COMPLETED)
+        if serving.done():
+            serving.result()
         stopping.cancel()
+        serving.cancel()
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)  # a second one ends it at once

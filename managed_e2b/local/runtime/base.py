@@ -167,6 +167,10 @@ class Runtime(Protocol):
         """A new sandbox of a template, ready for commands. Raises RuntimeUnavailable and KeyError(template)."""
         ...
 
+    async def failed(self) -> RuntimeUnavailable:
+        """Return once no sandbox can be made any more, with the reason; until then, wait."""
+        ...
+
     async def close(self) -> None:
         """Kill all guests and leave nothing behind."""
         ...

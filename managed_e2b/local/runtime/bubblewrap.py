@@ -11,11 +11,15 @@ import re
 import resource
 import shutil
 import sys
+import time
+from collections.abc import Coroutine
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from managed_e2b.local.runtime import bwrap, channel, doctor, idmap, storage
 from managed_e2b.local.runtime.base import Exit, GuestGone, RuntimeUnavailable
+from managed_e2b.local.runtime.deaths import MOST, WINDOW, Deaths
 from managed_e2b.local.runtime.guest import BubblewrapGuest
 from managed_e2b.local.runtime.idmap import IdMap
 from managed_e2b.local.runtime.layers import Layout
@@ -27,6 +31,7 @@ _SANDBOX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 _LAUNCH_SECONDS = 30
 _CLEAN_ATTEMPTS = 20
 _KILLED = Exit(code=None, signal=9)
+_PAUSE = 1.0  # seconds before the next try to start a process where the host allowed none
 
 
 class BubblewrapRuntime:
@@ -40,6 +45,10 @@ class BubblewrapRuntime:
         self._data_dir = data_dir
         self._ids: IdMap
         self._spawner: SpawnerLink | None = None
+        self._next_spawner: asyncio.Task[None] | None = None
+        self._deaths = Deaths()
+        self._failed = asyncio.Event()
+        self._reason = "the runtime is not started"
         self._home: Home | None = None
         self._view = ""  # our home as the spawner sees it
         self._overlay = True
@@ -47,7 +56,7 @@ class BubblewrapRuntime:
         self._python: str | None = None
         self._guests: dict[str, BubblewrapGuest] = {}
         self._launching: dict[str, asyncio.Task[BubblewrapGuest]] = {}
-        self._unwanted: set[asyncio.Task[None]] = set()
+        self._chores: set[asyncio.Task[None]] = set()
         self._exits: dict[int, asyncio.Future[Exit]] = {}
 
     @property
@@ -58,8 +67,8 @@ class BubblewrapRuntime:
     @property
     def spawner_link(self) -> SpawnerLink:
         """The process that makes sandboxes. Raises RuntimeUnavailable when there is none."""
-        if self._spawner is None:
-            raise RuntimeUnavailable("the runtime is not started")
+        if self._spawner is None or self._failed.is_set():
+            raise RuntimeUnavailable(self._reason)
         return self._spawner
 
     @property
@@ -147,9 +156,11 @@ class BubblewrapRuntime:
         try:
             await spawner.call("empty", directory=self._view)
             home.release()
-        except (OperationFailed, GuestGone) as error:
+        except GuestGone:
+            os.close(home.lock)  # the next server here removes it
+        except OperationFailed as error:
             _log.warning("cannot remove %s: %s", home.path, error)
-            os.close(home.lock)  # the next server here tries again
+            os.close(home.lock)
 
     async def _prepare(self, spawner: SpawnerLink, program: Path) -> None:
         home = self._home
@@ -202,7 +213,8 @@ class BubblewrapRuntime:
             raise KeyError(template)
         if not _SANDBOX_ID.fullmatch(sandbox_id) or sandbox_id in self._guests or sandbox_id in self._launching:
             raise ValueError(f"not a new sandbox id: {sandbox_id!r}")
-        launching = asyncio.create_task(self._launch(self.spawner_link, sandbox_id))
+        self.spawner_link  # noqa: B018 - raises: not started, or failed
+        launching = asyncio.create_task(self._launch_surely(sandbox_id))
         self._launching[sandbox_id] = launching
         launching.add_done_callback(lambda _: self._launching.pop(sandbox_id, None))
         try:
@@ -210,6 +222,19 @@ class BubblewrapRuntime:
         except asyncio.CancelledError:
             launching.add_done_callback(self._kill_unwanted)
             raise
+
+    async def _launch_surely(self, sandbox_id: str) -> BubblewrapGuest:
+        """A spawner that dies under it costs a new sandbox only time."""
+        spawner = await self._living_spawner()
+        try:
+            return await self._launch(spawner, sandbox_id)
+        except GuestGone:
+            spawner = await self._living_spawner()
+        try:
+            await self._remove_remains(spawner, sandbox_id)
+            return await self._launch(spawner, sandbox_id)
+        except GuestGone as error:
+            raise RuntimeUnavailable("the process that makes sandboxes died") from error
 
     async def _launch(self, spawner: SpawnerLink, sandbox_id: str) -> BubblewrapGuest:
         layout = Layout(self._view, sandbox_id, ["base"], ["base-usr"], memory=not self._overlay)
@@ -224,8 +249,6 @@ class BubblewrapRuntime:
                 await spawner.call("bury", sandbox=sandbox_id, directory=directory)
             detail = error.message if isinstance(error, OperationFailed) else f"not ready after {_LAUNCH_SECONDS} s"
             raise RuntimeUnavailable(f"a sandbox did not start ({detail}): {doctor.explain_launch(detail)}") from error
-        except GuestGone as error:
-            raise RuntimeUnavailable("the process that makes sandboxes died") from error
         guest = BubblewrapGuest(
             sandbox_id,
             directory,
@@ -242,9 +265,13 @@ class BubblewrapRuntime:
     def _kill_unwanted(self, task: asyncio.Task[BubblewrapGuest]) -> None:
         """The caller of `create` was cancelled while it went on: nobody else will kill what came of it."""
         if not task.cancelled() and task.exception() is None:
-            killing = asyncio.create_task(task.result().kill())
-            self._unwanted.add(killing)
-            killing.add_done_callback(self._unwanted.discard)
+            self._do(task.result().kill())
+
+    def _do(self, chore: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(chore)
+        self._chores.add(task)
+        task.add_done_callback(self._chores.discard)
+        return task
 
     def _forget(self, guest: BubblewrapGuest) -> None:
         self._guests.pop(guest.sandbox_id, None)
@@ -260,17 +287,89 @@ class BubblewrapRuntime:
         if message["event"] == "exit" and future is not None and not future.done():
             future.set_result(Exit(message["code"], message["signal"]))
 
+    # -- when the spawner dies ---------------------------------------------------------------------------------------
+
     def _on_spawner_end(self) -> None:
-        """Every sandbox dies with the spawner, and every process in them."""
+        """Every sandbox dies with the spawner, and every process in them. New ones get a new spawner."""
         for future in list(self._exits.values()):
             if not future.done():
                 future.set_result(_KILLED)
+        started = self._spawner is not None and self._home is not None
+        if started and (self._next_spawner is None or self._next_spawner.done()):
+            self._next_spawner = asyncio.create_task(self._replace_spawner(list(self._guests.values())))
+
+    async def _replace_spawner(self, dead: list[BubblewrapGuest]) -> None:
+        """`dead`: the sandboxes that it took with it."""
+        why = "it was killed"
+        while self._deaths.add(time.monotonic()):
+            _log.warning("the process that makes sandboxes died, and %d sandboxes with it; starting another", len(dead))
+            try:
+                spawner = await self._start_spawner()
+            except GuestGone:
+                continue  # it died as well
+            except OSError as error:
+                why = error.strerror or str(error)
+                await asyncio.sleep(_PAUSE)
+                continue
+            except RuntimeUnavailable as error:
+                self._give_up(str(error))
+                return
+            old, self._spawner = self._spawner, spawner
+            if old is not None:
+                await old.close()
+            if not spawner.link.closed:
+                self._do(self._bury(spawner, dead))
+                return
+        self._give_up(f"the process that makes sandboxes died more than {MOST} times within {WINDOW:g} s: {why}")
+
+    async def _start_spawner(self) -> SpawnerLink:
+        if self._home is None:
+            raise RuntimeUnavailable(self._reason)
+        spawner = await SpawnerLink.start(self._on_event, self._on_spawner_end)
+        try:
+            await self._enter_namespaces(spawner)
+            await spawner.call("view", directory=str(self._home.top))
+        except BaseException:
+            await spawner.close()
+            raise
+        return spawner
+
+    def _give_up(self, reason: str) -> None:
+        self._reason = reason
+        self._failed.set()
+
+    async def _living_spawner(self) -> SpawnerLink:
+        if self._next_spawner is not None:
+            await asyncio.wait([self._next_spawner])
+            self._next_spawner.result()
+        return self.spawner_link
+
+    async def _bury(self, spawner: SpawnerLink, dead: list[BubblewrapGuest]) -> None:
+        """Remove the files of sandboxes that died with their spawner."""
+        for guest in dead:
+            await guest.kill()
+            try:
+                await self._remove_remains(spawner, guest.sandbox_id)
+            except GuestGone:
+                return  # this spawner died too; what is left is removed at the end
+            except OperationFailed as error:
+                _log.warning("cannot remove what sandbox %s left: %s", guest.sandbox_id, error.message)
+
+    async def _remove_remains(self, spawner: SpawnerLink, sandbox_id: str) -> None:
+        await spawner.call("bury", sandbox=sandbox_id, directory=f"{self._view}/guests/{sandbox_id}")
+
+    async def failed(self) -> RuntimeUnavailable:
+        await self._failed.wait()
+        return RuntimeUnavailable(self._reason)
 
     async def close(self) -> None:
         while self._launching:
             await asyncio.wait(list(self._launching.values()))
+        if self._next_spawner is not None:
+            await asyncio.wait([self._next_spawner])
         try:
             await asyncio.gather(*(guest.kill() for guest in list(self._guests.values())))
+            await asyncio.gather(*self._chores)
         finally:
             spawner, self._spawner = self._spawner, None
             if spawner is not None:

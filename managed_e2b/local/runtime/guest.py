@@ -38,7 +38,7 @@ class BubblewrapGuest:
         self.sandbox_id = sandbox_id
         self.dead = asyncio.Event()
         self.host_pid = host_pid  # of the first process, as the host sees it
-        self._directory = directory
+        self.directory = directory
         self._private = list(private)
         self._spawner = spawner
         self._expect_exit = expect_exit
@@ -179,8 +179,8 @@ class BubblewrapGuest:
                     signal.pidfd_send_signal(pidfd, signal.SIGKILL)
             await self.dead.wait()
             await _readable(self._agent_pidfd)
-            with contextlib.suppress(GuestGone):  # no spawner: the next start of a server removes the directory
-                await self._spawner.call("bury", sandbox=self.sandbox_id, directory=self._directory)
+            with contextlib.suppress(GuestGone):  # its spawner is dead: the next one removes the directory
+                await self._spawner.call("bury", sandbox=self.sandbox_id, directory=self.directory)
             self._buried = True
             channel.close_all((self._pidfd, self._agent_pidfd, self._life))
             self._on_buried(self)

@@ -148,23 +148,27 @@ class SpawnerLink:
 
     @classmethod
     async def start(cls, on_event: Callable[[channel.Message], None], on_end: Callable[[], None]) -> SpawnerLink:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-I",
-                "-S",
-                "-B",
-                str(_PACKAGE / "local" / "runtime" / "spawner_main.py"),
-                str(theirs.fileno()),
-                str(_PACKAGE.parent),
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=asyncio.subprocess.DEVNULL,
-                env={"PATH": _PATH},
-                cwd="/",
-                pass_fds=(theirs.fileno(),),
-                start_new_session=True,  # Ctrl-C on the server's terminal is the server's to handle
-            )
+        """Raises OSError when the host allows no process or descriptor more."""
+        with contextlib.ExitStack() as undo:
+            ours, theirs = socket.socketpair()
+            undo.enter_context(ours)
+            with theirs:
+                process = await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    "-I",
+                    "-S",
+                    "-B",
+                    str(_PACKAGE / "local" / "runtime" / "spawner_main.py"),
+                    str(theirs.fileno()),
+                    str(_PACKAGE.parent),
+                    stdin=asyncio.subprocess.DEVNULL,
+                    stdout=asyncio.subprocess.DEVNULL,
+                    env={"PATH": _PATH},
+                    cwd="/",
+                    pass_fds=(theirs.fileno(),),
+                    start_new_session=True,  # Ctrl-C on the server's terminal is the server's to handle
+                )
+            undo.pop_all()
         return cls(process, Link(ours, on_event, on_end))
 
     async def call(self, op: str, fds: Sequence[int] = (), **args: Any) -> Reply:

@@ -94,9 +94,14 @@ class FakeRuntime:
         self.creating = asyncio.Event()
         self.create_error: Exception | None = None
         self.closed = False
+        self.failure = asyncio.Event()
 
     async def start(self) -> None:
         pass
+
+    async def failed(self) -> RuntimeUnavailable:
+        await self.failure.wait()
+        return RuntimeUnavailable("the runtime failed")
 
     async def create(self, sandbox_id: str, *, template: str = "base") -> FakeGuest:
         self.creating.set()

@@ -14,6 +14,7 @@ import stat
 import subprocess
 import sys
 import textwrap
+import time
 import urllib.request
 from pathlib import Path
 
@@ -21,7 +22,11 @@ import pytest
 
 from managed_e2b.local import keys
 from managed_e2b.local.background import LocalServerError, LocalServerProcess
+from managed_e2b.local.runtime.base import RuntimeUnavailable
+from managed_e2b.local.runtime.deaths import MOST
 from managed_e2b.local.server import LocalServer
+
+from .conftest import FakeRuntime
 
 PATIENCE = 30.0
 
@@ -238,6 +243,48 @@ class TestBackground:
             ask(url, key, "POST", "/v2/sandboxes", {"templateID": "base"})
             parent.kill()
             assert wait_for_end(pidfd)
+
+    def test_it_outlives_its_spawner_a_few_times_and_then_ends_with_one_line(self, capfd):
+        server = LocalServerProcess()
+        server.start()
+        try:
+            for _ in range(MOST):
+                kill_spawner(server.pid)
+                ask(server.url, server.api_key, "POST", "/v2/sandboxes", {"templateID": "base"})
+            pidfd = os.pidfd_open(server.pid)
+            kill_spawner(server.pid)
+            assert wait_for_end(pidfd)
+            os.close(pidfd)
+        finally:
+            server.stop()
+        last = capfd.readouterr().err.splitlines()[-1]
+        assert last.startswith("me2b local server: the process that makes sandboxes died more than")
+
+
+def kill_spawner(server):
+    """The child of a server that makes its sandboxes, once there is one."""
+    deadline = time.monotonic() + PATIENCE
+    while time.monotonic() < deadline:
+        for pid in filter(str.isdecimal, os.listdir("/proc")):
+            with contextlib.suppress(OSError):
+                if is_spawner_of(server, Path("/proc", pid)):
+                    os.kill(int(pid), signal.SIGKILL)
+                    return
+    raise AssertionError("the server has no spawner")
+
+
+def is_spawner_of(server, directory):
+    parent = int((directory / "stat").read_text().rpartition(") ")[2].split()[1])
+    return parent == server and (directory / "cmdline").read_bytes().startswith(b"me2b-spawner")
+
+
+async def test_a_runtime_that_fails_ends_the_server():
+    runtime = FakeRuntime()
+    async with LocalServer(runtime=runtime) as server:
+        serving = asyncio.create_task(server.serve_forever())
+        runtime.failure.set()
+        with pytest.raises(RuntimeUnavailable, match="failed"):
+            await serving
 
 
 def test_importing_the_background_server_is_cheap():

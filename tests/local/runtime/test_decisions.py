@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from managed_e2b.local.runtime import bwrap, doctor, idmap, layers, standins, storage
+from managed_e2b.local.runtime.deaths import MOST, WINDOW, Deaths
 from managed_e2b.local.runtime.layers import Layout
 
 WHOLE = [(0, 0, 4294967295)]
@@ -136,3 +137,10 @@ def test_with_one_id_it_has_the_name_user() -> None:
 def test_examine_looks_at_everything() -> None:
     names = {check.name for check in doctor.examine()}
     assert {"kernel", "bubblewrap", "user namespaces", "ids", "bash", "programs", "network"} <= names
+
+
+def test_deaths_are_bounded_within_a_window() -> None:
+    deaths = Deaths()
+    assert all(deaths.add(float(turn)) for turn in range(MOST))
+    assert not deaths.add(MOST + 0.5)
+    assert deaths.add(MOST + WINDOW)  # those before are forgotten

@@ -14,8 +14,9 @@ from pathlib import Path
 import pytest
 
 from managed_e2b.local.runtime import storage
-from managed_e2b.local.runtime.base import RuntimeUnavailable
+from managed_e2b.local.runtime.base import GuestGone, RuntimeUnavailable
 from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
+from managed_e2b.local.runtime.deaths import MOST
 from managed_e2b.local.runtime.link import OperationFailed
 
 from .boxes import Box, eventually, first_output, pid_namespace, processes_in
@@ -215,7 +216,7 @@ async def test_sigkill_of_the_server_leaves_no_process_and_the_next_start_no_fil
         async with asyncio.timeout(60):
             *guests, spawner = [int(await server.stdout.readline()) for _ in range(4)]
         namespaces = [os.stat(f"/proc/{pid}/ns/pid").st_ino for pid in guests]
-        assert all(len(processes_in(namespace)) >= 3 for namespace in namespaces)
+        await eventually(lambda: all(len(processes_in(namespace)) >= 3 for namespace in namespaces))
     finally:
         server.kill()
         await server.wait()
@@ -233,25 +234,49 @@ async def test_sigkill_of_the_server_leaves_no_process_and_the_next_start_no_fil
     assert list((place / "sandboxes").iterdir()) == []
 
 
-async def test_the_death_of_the_spawner_takes_its_sandboxes_with_it(data_dir: Path, runtime: BubblewrapRuntime) -> None:
+async def test_the_death_of_the_spawner_takes_its_sandboxes_and_the_next_one_makes_new_ones(
+    data_dir: Path, runtime: BubblewrapRuntime
+) -> None:
     second = BubblewrapRuntime(data_dir / "spawner")
     await second.start()
     guest = await second.create("s")
     namespace = pid_namespace(guest)
-    process = await Box(guest, second).start("sleep 1000")
+    process = await Box(guest, second).start("touch ~/file; sleep 1000")
     os.kill(second.spawner_link.pid, signal.SIGKILL)
+    new = await second.create("t")  # with its spawner just dead, or not even noticed to be
     async with asyncio.timeout(30):
         await guest.dead.wait()
         assert (await process.wait()).signal == signal.SIGKILL
     process.close()
     await eventually(lambda: processes_in(namespace) == [])  # the host's init reaps them
-    with pytest.raises(RuntimeUnavailable):
+    with pytest.raises(GuestGone):
+        await Box(guest, second).run("true")
+    assert (await Box(new, second).run("echo new")).out == "new\n"
+    await eventually(lambda: [path.name for path in second.guests_directory.iterdir()] == ["t"])
+    assert second.live_sandboxes == 1
+    await second.close()
+    assert list((data_dir / "spawner" / "sandboxes").iterdir()) == []
+
+
+async def test_a_spawner_that_is_killed_again_and_again_is_given_up(data_dir: Path, runtime: BubblewrapRuntime) -> None:
+    second = BubblewrapRuntime(data_dir / "given-up")
+    await second.start()
+    failed = asyncio.create_task(second.failed())
+    for turn in range(MOST + 1):
+        assert not failed.done()
+        guest = await second.create(f"s{turn}")
+        os.kill(second.spawner_link.pid, signal.SIGKILL)
+        async with asyncio.timeout(30):
+            await guest.dead.wait()
+    async with asyncio.timeout(30):
+        assert "died more than" in str(await failed)
+    with pytest.raises(RuntimeUnavailable, match="died more than"):
         await second.create("t")
     await second.close()
-    third = BubblewrapRuntime(data_dir / "spawner")
+    third = BubblewrapRuntime(data_dir / "given-up")  # removes what the second could not
     await third.start()
     await third.close()
-    assert list((data_dir / "spawner" / "sandboxes").iterdir()) == []
+    assert list((data_dir / "given-up" / "sandboxes").iterdir()) == []
 
 
 async def test_a_living_servers_directory_is_not_taken_for_abandoned(
