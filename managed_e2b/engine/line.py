@@ -21,9 +21,11 @@ class Line:
             bisect.insort(self._places, place)
 
     def leave(self, place: Place) -> str | None:
-        """The ticket of who is first now, if somebody is."""
+        """The ticket of who is first now, if somebody is. One that never joined may leave, too."""
         with self._lock:
-            self._places.remove(place)
+            index = bisect.bisect_left(self._places, place)
+            if self._places[index : index + 1] == [place]:
+                del self._places[index]
             return self._places[0][1] if self._places else None
 
     def is_first(self, place: Place) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import time
-from typing import TypeVar
 
 from ..errors import AcquireTimeoutError, RateLimitedError, SandboxGoneError
 from ..models import Holder
@@ -12,8 +11,6 @@ from ..rules import leases, limits, states
 from . import endings
 from .base import TICKET, Engine
 from .listing import read
-
-T = TypeVar("T")
 
 IDLE = 30.0
 """Seconds after which one that is not the first of its lifecycle asks all the same. When it is, it is woken."""
@@ -42,7 +39,7 @@ class Waiting:
         """Wait until the row may create: the oldest first, within the caps, the rate, and the endpoint's patience."""
         driver, line, place = self._engine.driver, self._engine.line, (self._queued_at, self._ticket)
         timed = True  # the first question, and one at an appointed time, is worth a transaction
-        idle = False
+        idle, asked = False, 0
         try:
             line.join(place)
             while True:
@@ -55,8 +52,8 @@ class Waiting:
                     return decision
                 if decision is None:
                     raise await self.gone()
-                timed, idle = decision.seconds is not None, False
-                await self._sleep(limits.pause(decision, random.random()), decision.why, None, told)
+                timed, idle, asked = decision.seconds is not None, False, asked + 1
+                await self._sleep(limits.pause(decision, asked, random.random()), decision.why, None, told)
         finally:
             first = line.leave(place)
             if first is not None:

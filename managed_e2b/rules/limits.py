@@ -25,8 +25,9 @@ PRESENT = 10 * SECOND
 ASK = 2.5
 """The most seconds between two questions of an owner that is in line; several of them fit into PRESENT."""
 
-_NEAR, _FAR = 0.1, 1.0
-"""Seconds between two questions of who waits for another's slot: from the first in line to those far behind."""
+_NEAR, _FAR, _PATIENT = 0.1, 2.0, 4
+"""Seconds between two questions of who waits for another's slot: of the first in line, and of those far behind. Both
+ask up to so many times more rarely the longer they wait."""
 
 FIRST_GAP = SECOND // 5
 LONGEST_GAP = 20 * SECOND
@@ -191,14 +192,17 @@ def lateness(go: Go, caps: Caps, sent_at: int) -> int:
     return late if late > LATE and max(caps.step, go.pace.gap) else 0
 
 
-def pause(wait: Wait, jitter: float) -> float:
-    """Seconds until the next question. `jitter` in [0, 1) spreads those who ask; a time in the rate is kept exactly."""
+def pause(wait: Wait, asked: int, jitter: float) -> float:
+    """Seconds until the next question, after `asked` of them. A time in the rate is kept exactly.
+
+    `jitter` in [0, 1) spreads those who ask.
+    """
     spread = 0.8 + 0.2 * jitter
     if wait.seconds is not None:
         return max(0.001, wait.seconds if wait.seconds < ASK else ASK * spread)
     if wait.own:  # a release wakes it before
         return ASK * spread
-    return min(_FAR, _NEAR * (1 + wait.ahead)) * spread
+    return min(_FAR, _NEAR * (1 + wait.ahead) * min(_PATIENT, 1.05 ** min(asked, 100))) * spread
 
 
 def slowed(pace: Pace, caps: Caps, now: int, sent_at: int, wait: float | None, jitter: float) -> Pace:

@@ -118,7 +118,7 @@ def test_the_wait_for_the_rate_is_told_in_seconds_behind_those_who_are_before() 
     behind = turn(caps, load(other(queued=2), now=3 * SECOND, pace=Pace(tat=3 * SECOND)))
     assert isinstance(behind, Wait)
     assert behind.seconds == pytest.approx(2 * caps.step / SECOND)
-    assert pause(behind, 0.5) == behind.seconds, "an appointment is kept exactly"
+    assert pause(behind, 7, 0.5) == behind.seconds, "an appointment is kept exactly"
 
 
 @given(
@@ -220,11 +220,12 @@ def test_the_pace_recovers_step_by_step_to_what_it_was(create_rate: float | None
     seconds=st.one_of(st.none(), st.floats(0, 1000)),
     ahead=st.integers(0, 1000),
     own=st.booleans(),
+    asked=st.integers(0, 10**6),
     jitter=st.floats(0, 0.999),
 )
 def test_nobody_asks_in_a_busy_loop_nor_so_rarely_that_it_is_passed_over(
-    seconds: float | None, ahead: int, own: bool, jitter: float
+    seconds: float | None, ahead: int, own: bool, asked: int, jitter: float
 ) -> None:
-    wait = pause(Wait(seconds, "", ahead, own), jitter)
+    wait = pause(Wait(seconds, "", ahead, own), asked, jitter)
     assert 0.001 <= wait <= limits.ASK
     assert limits.ASK * 2 * SECOND < PRESENT
