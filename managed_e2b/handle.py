@@ -23,7 +23,8 @@ Tell: TypeAlias = Callable[[str], object]
 class SandboxHandle:
     """A running sandbox, held. Made by `SandboxLifecycle.acquire`; it may be used from several threads.
 
-    Every method raises SandboxGoneError when the sandbox is not there any more, with the reason.
+    Every method raises a SandboxGoneError when the sandbox cannot be used any more: its class and its fields say how it
+    ended. Where nobody knows that it has, SandboxUnreachableError. Both are also the SDK's exceptions for the case.
     """
 
     def __init__(self, engine: Engine, acquired: Acquired) -> None:
@@ -64,6 +65,10 @@ class SandboxHandle:
         A non-zero exit is a result, not an exception, unless `check` (then CommandError). A command that runs
         past `timeout` seconds (None: no limit of its own) is killed with all its children, and its result says
         `timed_out` (CommandTimeoutError with `check`). Output is kept as bytes; callbacks are told it as text.
+
+        It is run once. When the connection to it is cut it is picked up again, and the result says `output_lost`;
+        CommandLostError when how it ended cannot be known any more. A call that is cancelled or interrupted returns at
+        once, and the command is killed with its children in the background.
         """
         return _run(
             commands.run(

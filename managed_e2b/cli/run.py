@@ -60,6 +60,8 @@ def run(
         print_json(_plain(sandbox_id, line, result))
     elif "\N{REPLACEMENT CHARACTER}" in result.stdout and not _is_utf8(result.stdout_bytes):
         message("the output was not all UTF-8: what was not is shown as \N{REPLACEMENT CHARACTER}")
+    if result.output_lost:
+        message("the connection was cut while the command ran: output may be missing; the exit code is its own")
     if result.timed_out:
         message(f"the command ran past {timeout} s and was killed with its children (--timeout)")
         raise typer.Exit(TIMED_OUT)
@@ -160,6 +162,7 @@ def _plain(sandbox_id: str, line: str, result: CommandResult) -> dict[str, objec
         "command": line,
         "exit_code": result.exit_code,
         "timed_out": result.timed_out,
+        "output_lost": result.output_lost,
         "duration": round(result.duration, 6),
         "stdout": result.stdout,
         "stderr": result.stderr,
