@@ -9,7 +9,7 @@ import threading
 import time
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy.engine import make_url
@@ -18,19 +18,20 @@ from sqlalchemy.exc import DBAPIError
 from ..drivers import BlockingDriver, Sdk, Wakeup
 from ..drivers import run as _run
 from ..engine import host
-from ..engine.base import Engine
+from ..engine.base import OWNER, Engine
 from ..engine.release import release
-from ..errors import LedgerError
+from ..errors import BackendError, LedgerError
 from ..ledger import Ledger, open_engine
 from ..models import SandboxRecord, State
 from ..rules import failures, states
+from ..rules.endings import OWNER_DEAD
 from ..rules.leases import SECOND
 from ..rules.limits import Caps
 from ..settings import E2BConfig
 
 logger = logging.getLogger("managed_e2b")
 
-REASON = "its owner's process died"
+REASON = f"{OWNER_DEAD}: its process has ended"
 
 MAX_SECONDS = 600.0
 """The longest that an endpoint or a ledger which fails is tried. Then the lease and the next reaper do it."""
@@ -44,10 +45,10 @@ _AT_ONCE = 16
 
 @dataclass(frozen=True)
 class Estate:
-    """What one owner left, and how to get at it. The key is left out of `repr`."""
+    """What one owner left, and how to get at it. Key and password are left out of `repr`."""
 
     owner: str
-    ledger: str
+    ledger: str = field(repr=False)
     account: str
     lease: int
     endpoint: E2BConfig
@@ -85,13 +86,15 @@ def settle(estate: Estate) -> bool:
                 if all(record.sandbox_id is None and record.last_error is None for record in left):
                     patience = min(patience, UNFOUND_SECONDS)
             except FileNotFoundError:
-                return False
-            except (LedgerError, DBAPIError):
-                left = []  # the ledger does not answer: as much to do as before
+                patience = 0.0
+            except (LedgerError, DBAPIError) as error:
+                logger.warning("the ledger does not answer (%s); it is tried again", type(error).__name__)
             pause = failures.backoff(attempt, base=0.2, cap=10.0)
             if time.monotonic() + pause - started > patience:
                 break
             time.sleep(pause)
+        if not settler.has_ledger:
+            settler.end_tagged()
         return False
     finally:
         settler.close()
@@ -103,6 +106,12 @@ class _Settler:
     def __init__(self, estate: Estate) -> None:
         self._estate = estate
         self._engine: Engine | None = None
+        self._sdk = Sdk(estate.endpoint, is_async=False)
+
+    @property
+    def has_ledger(self) -> bool:
+        """Whether it could be opened."""
+        return self._engine is not None
 
     def once(self) -> list[SandboxRecord]:
         """Try to end each row once; those that are left to us. Raises FileNotFoundError when there is no ledger."""
@@ -142,7 +151,7 @@ class _Settler:
         stale_after = int((MAX_SECONDS + 60) * SECOND)
         book.open_owner(actor, host.here(), pid, host.process_started(pid) or 0, "me2b watchdog", stale_after)
         return Engine(
-            BlockingDriver(Sdk(self._estate.endpoint, is_async=False), Wakeup()),
+            BlockingDriver(self._sdk, Wakeup()),
             book=book,
             account=self._estate.account,
             owner=actor,
@@ -151,6 +160,24 @@ class _Settler:
             clean=self._end,
         )
 
+    def end_tagged(self) -> None:
+        """Without a ledger: kill what carries the dead owner's id, which nobody else's sandbox does."""
+        try:
+            _run(self._end_tagged())
+        except BackendError as error:
+            logger.warning("without a ledger, and the endpoint fails: its lease ends what is left (%s)", error)
+
+    async def _end_tagged(self) -> None:
+        async for page in self._sdk.pages({OWNER: self._estate.owner}):
+            for item in page:
+                if item.metadata.get(OWNER) == self._estate.owner and item.state != "paused":
+                    await self._sdk.kill(item.sandbox_id)
+
     def _end(self, ticket: str, reason: str = REASON) -> bool:
+        """One try. Whatever it fails with, the others are tried, and this one again."""
         assert self._engine is not None
-        return _run(release(self._engine, ticket, reason, dead={self._estate.owner}, patience=_RELEASE_PATIENCE))
+        try:
+            return _run(release(self._engine, ticket, reason, dead={self._estate.owner}, patience=_RELEASE_PATIENCE))
+        except Exception:
+            logger.exception("the release of %s failed", ticket)
+            return False

@@ -56,6 +56,8 @@ class Program:
 
     def __init__(self, source: str, server: Server, db: Path, face: str) -> None:
         environment = {**os.environ, "TEST_URL": server.url, "TEST_KEY": server.api_key, "TEST_DB": str(db)}
+        # Newer Pythons warn of every fork in a process that has threads.
+        environment["PYTHONWARNINGS"] = "ignore:This process:DeprecationWarning"
         self._process = subprocess.Popen(
             [sys.executable, "-c", PRELUDE + textwrap.dedent(source)],
             env={**environment, "TEST_FACE": face},

@@ -20,7 +20,7 @@ from managed_e2b.testing.chaos import Chaos
 from managed_e2b.testing.server import TestServer
 from managed_e2b.watchdog.__main__ import Watch
 from managed_e2b.watchdog.companion import Companion
-from managed_e2b.watchdog.estate import Estate, settle
+from managed_e2b.watchdog.estate import Estate
 
 from .conftest import until
 from .programs import Programs, is_running, programs_on
@@ -67,7 +67,9 @@ def test_a_killed_program_leaves_nothing_and_touches_nobody(
         until(lambda: not is_running(int(watchdog)), "the watchdog has ended")
         assert handle.run("echo untouched").stdout == "untouched\n"
         rows = [row for row in bystander.records() if row.owner == owner]
-        assert [(row.state, row.reason) for row in rows] == [(State.CLEANED, "its owner's process died")] * 3
+        assert [(row.state, row.reason) for row in rows] == [
+            (State.CLEANED, "its owner is dead: its process has ended")
+        ] * 3
 
 
 def test_of_three_owners_only_the_killed_ones_sandboxes_are_ended(programs: Programs) -> None:
@@ -279,14 +281,23 @@ def test_what_a_shutdown_could_not_end_it_goes_on_with(chaotic: Programs, me2b_c
     assert is_running(program.pid)
 
 
-def test_a_ledger_that_has_been_removed_is_not_made_anew(tmp_path: Path, server: Any) -> None:
-    file = tmp_path / "gone.db"
-    registration = {"owner": "o", "ledger": f"sqlite:///{file}", "account": "a", "lease": 300}
-    endpoint = {"api_key": server.api_key, "api_url": server.url, "sandbox_url": None, "domain": None}
-    estate = Estate.of({**registration, "endpoint": endpoint})
-    assert settle(estate) is False
-    assert not file.exists()
-    assert server.api_key not in repr(estate)
+def test_a_ledger_that_has_been_removed_is_not_made_anew_and_the_sandboxes_are_ended(programs: Programs) -> None:
+    program = programs.start(f"{HOLD}\nsignal.pause()")
+    owner, watchdog, *_ = program.said()
+    for file in programs.db.parent.glob("sandboxes.db*"):
+        file.unlink()
+    program.kill()
+    until(lambda: not programs.running(owner), "they are found by their owner's id")
+    until(lambda: not is_running(int(watchdog)), "the watchdog has ended")
+    assert not programs.db.exists()
+
+
+def test_no_secret_is_told() -> None:
+    endpoint = {"api_key": "e2b_secret", "api_url": None, "sandbox_url": None, "domain": None}
+    estate = Estate.of(
+        {"owner": "o", "ledger": "postgresql://me:secret@db/x", "account": "a", "lease": 300, "endpoint": endpoint}
+    )
+    assert "secret" not in repr(estate)
 
 
 def _ignores(pid: int, number: signal.Signals) -> bool:
