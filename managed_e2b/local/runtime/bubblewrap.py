@@ -51,6 +51,8 @@ class BubblewrapRuntime:
         self._reason = "the runtime is not started"
         self._home: Home | None = None
         self._view = ""  # our home as the spawner sees it
+        self._root: list[str] = []  # layers, as `Layout` has them
+        self._usr: list[str] = []
         self._overlay = True
         self._program = ""
         self._python: str | None = None
@@ -175,14 +177,18 @@ class BubblewrapRuntime:
                 os.chown(path, self._ids.root_uid, self._ids.root_gid)
         inside = tools in installed.parents
         self._program = f"{self._view}/tools/{installed.relative_to(tools)}" if inside else str(installed)
-        facts = {"one_id": not self._ids.full, "python": self._python}
+        kept = home.keep(self._ids)
         built = await spawner.call(
             "build",
-            directories=[f"{self._view}/guests"],
-            root=f"{self._view}/base",
-            usr=f"{self._view}/base-usr",
-            facts=facts,
+            directory=f"{self._view}/guests",
+            kept=f"{os.path.dirname(self._view)}/{kept.name}",
+            scratch=f"{self._view}/new",
+            home=f"{self._view}/home",
+            facts={"one_id": not self._ids.full, "python": self._python, "made_by": storage.made_by(self._ids)},
         )
+        layers = f"../{kept.name}/{built.value['name']}"
+        self._root, self._usr = ["home", f"{layers}/root"], [f"{layers}/usr"]
+        home.retire(kept, built.value["name"])
         for line in built.value["missing"]:
             _log.warning("sandboxes lack %s", line)
 
@@ -237,7 +243,7 @@ class BubblewrapRuntime:
             raise RuntimeUnavailable("the process that makes sandboxes died") from error
 
     async def _launch(self, spawner: SpawnerLink, sandbox_id: str) -> BubblewrapGuest:
-        layout = Layout(self._view, sandbox_id, ["base"], ["base-usr"], memory=not self._overlay)
+        layout = Layout(self._view, sandbox_id, self._root, self._usr, memory=not self._overlay)
         directory = f"{self._view}/{layout.top}"
         binds = bwrap.host_binds(self._python)
         argv = bwrap.arguments(self._program, layout.merged_root, layout.merged_usr, binds)

@@ -14,7 +14,7 @@ served.
 | configure | uids, gids, via, helpers, owners | |
 | view | directory | a path by which the sandboxes' ids can reach it |
 | check_overlay | directory (made) | whether it can hold the upper layer of an overlay (`upkeep.try_overlay`) |
-| build | directories (made), root, usr, facts | the layers of a template (`base_template.build`) |
+| build | directory (made), kept, scratch, home, facts | the layers of a template (`base_template.provide`) |
 | empty | directory | |
 | launch | sandbox, argv, layout (`layers.Layout`) | host pid; pidfd, life pipe, agent's socket, agent's pidfd |
 | spawn | sandbox, argv, env, cwd, uid, gid, groups, stdin, pty | pid, child, stdio; pidfd, marker, stdio descriptors |
@@ -212,12 +212,13 @@ class Spawner:
         self._maintain(request, lambda: upkeep.try_overlay(directory))
 
     def _build(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        directories, root, usr, facts = list(args["directories"]), args["root"], args["usr"], args["facts"]
+        directory, kept, scratch, home, facts = (
+            args[name] for name in ("directory", "kept", "scratch", "home", "facts")
+        )
 
         def build() -> dict[str, Any]:
-            for directory in directories:
-                os.mkdir(directory, 0o755)
-            return base_template.build(root, usr, facts)
+            os.mkdir(directory, 0o755)
+            return base_template.provide(kept, scratch, home, facts)
 
         self._maintain(request, build)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import hashlib
 import os
 import secrets
 import stat
@@ -11,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from managed_e2b.local.runtime import base_template, standins
 from managed_e2b.local.runtime.base import RuntimeUnavailable
 from managed_e2b.local.runtime.idmap import IdMap
 
@@ -52,6 +54,28 @@ class Home:
     def path(self) -> Path:
         return self.top / self.name
 
+    def keep(self, ids: IdMap) -> Path:
+        """The directory beside us for layers that outlive their server, and are shared by those of the same ids."""
+        path = self.top / f"layers-{ids.root_uid}"
+        with _alone(self.top):
+            if not path.exists():
+                path.mkdir(mode=0o700)
+                if os.geteuid() == 0:
+                    os.chown(path, ids.root_uid, ids.root_gid)
+        return path
+
+    def retire(self, kept: Path, name: str) -> None:
+        """Take all layers but `name` out of `kept`, if no other server lives: they go when we do.
+
+        A server that starts from now on finds them gone; one that has started may be using them.
+        """
+        with _alone(self.top):
+            if any(file.stem != self.name for file in self.top.glob("*.lock")):
+                return
+            for old in kept.iterdir():
+                if old.name != name:
+                    old.rename(self.path / f"old-{old.name}")
+
     def release(self) -> None:
         """Remove the (emptied) directory and the lock."""
         with _alone(self.top):
@@ -89,6 +113,15 @@ def _make_home(top: Path, ids: IdMap) -> Home:
         os.close(lock)
         raise
     return Home(top, name, lock)
+
+
+def made_by(ids: IdMap) -> str:
+    """What layers depend on beside the host's files: ids, the code, and the boot, as a crash may leave files empty."""
+    digest = hashlib.sha256(repr((ids.uids, ids.gids)).encode())
+    for module in (base_template, standins):
+        digest.update(Path(str(module.__file__)).read_bytes())
+    digest.update(Path("/proc/sys/kernel/random/boot_id").read_bytes())
+    return digest.hexdigest()
 
 
 def abandoned(top: Path) -> list[Home]:

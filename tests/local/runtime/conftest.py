@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
@@ -19,9 +20,11 @@ from .boxes import Box
 
 @pytest.fixture(scope="session")
 def data_dir() -> Iterator[Path]:
-    """One for all runtimes of the session, which leave it empty: what else is in it fails to be removed."""
+    """One for all runtimes of the session, which leave the layers in it: what else is there fails to be removed."""
     place = Path(tempfile.mkdtemp(prefix="me2b-runtime-tests-"))
     yield place
+    for layers in list(place.rglob("sandboxes/layers-*")):
+        shutil.rmtree(layers)  # as their owner may
     for directory in sorted(place.rglob("*"), reverse=True):
         directory.rmdir()
     place.rmdir()
