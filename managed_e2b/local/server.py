@@ -10,23 +10,24 @@ import signal
 import socket
 from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvicorn
 
 from managed_e2b.local import keys
 from managed_e2b.local.api.app import control_plane
-from managed_e2b.local.chaos.layer import ChaosLayer
-from managed_e2b.local.chaos.rules import Script
-from managed_e2b.local.chaos.wire import ConnectionProtocol
 from managed_e2b.local.clock import Clock, SystemClock
 from managed_e2b.local.connections import BoundedProtocol, backlog
-from managed_e2b.local.envd.app import Envd
 from managed_e2b.local.envd.signatures import signature_matches
 from managed_e2b.local.gateway import Gateway
 from managed_e2b.local.model import EnvdFactory
 from managed_e2b.local.runtime.base import Runtime
 from managed_e2b.local.sandboxes import SandboxRegistry
 from managed_e2b.local.templates import TemplateCatalog
+
+if TYPE_CHECKING:
+    from managed_e2b.local.chaos.layer import ChaosLayer
+    from managed_e2b.local.chaos.rules import Script
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +53,7 @@ class LocalServer:
         data_dir: Path | None = None,
         runtime: Runtime | None = None,
         *,
-        envd: EnvdFactory = Envd,
+        envd: EnvdFactory | None = None,
         clock: Clock | None = None,
         chaos: Script | None = None,
     ) -> None:
@@ -82,18 +83,27 @@ class LocalServer:
         listener = _listen(self._port)
         try:
             self._runtime = self._runtime or _default_runtime(self._data_dir)
-            await self._runtime.start()
+            await asyncio.gather(self._runtime.start(), asyncio.to_thread(self._load))
         except BaseException:
             listener.close()
             raise
         port = listener.getsockname()[1]
         self.url = f"http://{HOST}:{port}"
-        self._registry = SandboxRegistry(self._runtime, self._envd, clock=self._clock)
+        self._registry = SandboxRegistry(self._runtime, self._envd or _default_envd(), clock=self._clock)
+        protocol: type[BoundedProtocol] = BoundedProtocol
         if self._script is not None:
-            self._chaos = ChaosLayer(self._registry, self._clock, self._script)
-        self._http = _Http(self._application(port), ConnectionProtocol if self._chaos is not None else BoundedProtocol)
+            from managed_e2b.local.chaos.layer import ChaosLayer
+            from managed_e2b.local.chaos.wire import ConnectionProtocol
+
+            self._chaos, protocol = ChaosLayer(self._registry, self._clock, self._script), ConnectionProtocol
+        self._http = _Http(self._application(port), protocol)
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
         await self._http.ready(self._serving)
+
+    def _load(self) -> None:
+        """Import what the SDK's stubs bring with them: most of a second, while the runtime waits for its processes."""
+        if self._envd is None:
+            _default_envd()
 
     def _application(self, port: int) -> Gateway:
         api = control_plane(
@@ -209,6 +219,12 @@ def _default_runtime(data_dir: Path | None) -> Runtime:
     from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 
     return BubblewrapRuntime(data_dir=data_dir)
+
+
+def _default_envd() -> EnvdFactory:
+    from managed_e2b.local.envd.app import Envd
+
+    return Envd
 
 
 def run_server(
