@@ -9,7 +9,7 @@ from collections import defaultdict
 from dataclasses import asdict
 from typing import Any
 
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, Row, text
 from sqlalchemy.dialects import postgresql, sqlite
 
 from ..rules import limits
@@ -31,18 +31,18 @@ def decide(
     if asker is None:
         return None
     refused = bool(asker.refused)
-    pace = read_pace(connection, account)
+    pace = limits.Pace() if asker.tat is None else _pace(asker)
     alone = limits.is_alone(caps, pace)
     place = {"p_ticket": ticket, "p_account": account, "p_owner": owner, "p_queued_at": asker.queued_at}
     ahead: dict[str, dict[str, int]] = defaultdict(dict)
     for row in connection.execute(sql.AHEAD_OF_OWNER if alone else sql.AHEAD, place):
         ahead[row.owner][row.kind] = row.rows
-    mine = limits.Part(owner, _number(connection, sql.HELD_BY_OWNER, place), *_counts(ahead.pop(owner, {})))
+    mine = limits.Part(owner, asker.slots, *_counts(ahead.pop(owner, {})))
     others = [
         limits.Part(row.id, row.slots, *_counts(ahead[row.id]), row.max_concurrent, row.asked_at)
         for row in (connection.execute(sql.PARTS, {"p_owners": list(ahead)}) if ahead else ())
     ]
-    used = mine.slots if caps.account_limit is None else _number(connection, sql.HELD_BY_ACCOUNT, place)
+    used = mine.slots if caps.account_limit is None else int(connection.execute(sql.USED, place).scalar_one())
     return limits.turn(caps, limits.Load(now, mine, others, used, pace, refused)), refused
 
 
@@ -50,13 +50,13 @@ def _counts(ahead: dict[str, int]) -> tuple[int, int]:
     return ahead.get("queued", 0), ahead.get("refused", 0)
 
 
-def _number(connection: Connection, statement: Any, values: dict[str, Any]) -> int:
-    return int(connection.execute(statement, values).scalar_one())
-
-
 def read_pace(connection: Connection, account: str) -> limits.Pace:
-    row = connection.execute(sql.PACE, {"p_account": account}).first()
-    return limits.Pace() if row is None else limits.Pace(row.tat, row.gap, row.held_until, row.slowed_at)
+    row = connection.execute(sql.PACE_OF_ACCOUNT, {"p_account": account}).first()
+    return limits.Pace() if row is None else _pace(row)
+
+
+def _pace(row: Row[Any]) -> limits.Pace:
+    return limits.Pace(*(row._mapping[name] for name in sql.PACE))
 
 
 def write_pace(connection: Connection, account: str, pace: limits.Pace) -> None:

@@ -25,6 +25,7 @@ from sqlalchemy.sql.dml import ReturningUpdate
 
 from ..models import State
 from ..rules import states
+from ..rules.limits import Pace
 from .tables import events, owners, rates, sandboxes
 
 c = sandboxes.c
@@ -58,13 +59,32 @@ TELL = insert(events)
 
 # -- the line of an account, as `rules.limits` decides on it
 
+PACE = tuple(Pace.__dataclass_fields__)
+"""The columns of `rates` that make a Pace."""
+
 _refused = (c.state == State.CREATING) & c.refused_at.is_not(None)
 _in_line = or_(c.state == State.QUEUED, _refused)
 _joined: ColumnElement[Any] = bindparam("p_queued_at")
 _older = or_(c.queued_at < _joined, (c.queued_at == _joined) & (c.ticket < bindparam("p_ticket")))
 
 
-ASKER = select(c.queued_at, (c.state == State.CREATING).label("refused")).where(_ticket, _in_line)
+def _held(column: str, value: ColumnElement[Any]) -> ScalarSelect[int]:
+    """The slots of an owner or an account."""
+    held = sandboxes.alias("held")
+    rows = select(func.count()).select_from(held).where(held.c[column] == value, held.c.state.in_(states.SLOT_STATES))
+    return rows.scalar_subquery()
+
+
+ASKER = (
+    select(
+        c.queued_at,
+        (c.state == State.CREATING).label("refused"),
+        _held("owner", c.owner).label("slots"),
+        *(rates.c[name] for name in PACE),
+    )
+    .outerjoin(rates, (rates.c.account == c.account) & (rates.c.name == "create"))
+    .where(_ticket, _in_line)
+)
 
 
 def _ahead(*rows: ColumnElement[bool]) -> Any:
@@ -76,21 +96,16 @@ def _ahead(*rows: ColumnElement[bool]) -> Any:
     return union_all(queued.group_by(c.owner), refused.group_by(c.owner))
 
 
-def _held(*rows: ColumnElement[bool]) -> ScalarSelect[int]:
-    return select(func.count()).select_from(sandboxes).where(*rows, c.state.in_(states.SLOT_STATES)).scalar_subquery()
-
-
 AHEAD = _ahead(c.account == bindparam("p_account"))
 AHEAD_OF_OWNER = _ahead(c.owner == bindparam("p_owner"), c.account == bindparam("p_account"))
-HELD_BY_OWNER = select(_held(c.owner == bindparam("p_owner")))
-HELD_BY_ACCOUNT = select(_held(c.account == bindparam("p_account")))
+USED = select(_held("account", bindparam("p_account")))
 PARTS = select(
     owners.c.id,
     owners.c.max_concurrent,
     case((owners.c.closed_at.is_(None), owners.c.asked_at)).label("asked_at"),
-    _held(c.owner == owners.c.id).label("slots"),
+    _held("owner", owners.c.id).label("slots"),
 ).where(owners.c.id.in_(bindparam("p_owners", expanding=True)))
-PACE = select(rates).where(rates.c.account == bindparam("p_account"), rates.c.name == "create")
+PACE_OF_ACCOUNT = select(rates).where(rates.c.account == bindparam("p_account"), rates.c.name == "create")
 LATE = (
     update(rates)
     .where(rates.c.account == bindparam("p_account"), rates.c.name == "create")
