@@ -71,11 +71,18 @@ class Exits:
         if unused:
             self._sigterm.uninstall()
 
+    def forking(self) -> None:
+        """Before a fork: what a signal for the new child writes must not be read here."""
+        self._sigterm.deafen()
+
+    def forked_here(self) -> None:
+        """After it, in the parent."""
+        self._sigterm.listen()
+
     def forked(self) -> None:
-        """In a forked child: what is open is the parent's."""
-        # Kept for ever: collecting them would close connections that the parent still uses.
-        self._parents += self._open
-        self._sigterm.uninstall()
+        """After it, in the child: what is open is the parent's."""
+        self._parents += self._open  # kept for ever: what they hold is shared with the parent
+        self._sigterm.forget()
         self._reset()
 
     def at_exit(self) -> None:
@@ -125,35 +132,60 @@ class SigtermHandler:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._ends: tuple[int, int] | None = None
+        self._installed = False
         self._released: queue.SimpleQueue[None] = queue.SimpleQueue()  # its put may interrupt its own get
         self._main_is_busy = False
 
     def install(self, release: Release) -> None:
         """On the main thread, over SIG_DFL only."""
-        if threading.current_thread() is not threading.main_thread() or self._ends is not None:
+        if self._installed or threading.current_thread() is not threading.main_thread():
             return
         if signal.getsignal(signal.SIGTERM) is not signal.SIG_DFL:
             return
-        read_end, write_end = self._ends = os.pipe()
-        os.set_blocking(write_end, False)
-        threading.Thread(target=self._main, args=(read_end, release), name="me2b-sigterm", daemon=True).start()
+        if self._ends is None:
+            read_end, write_end = self._ends = os.pipe()
+            os.set_blocking(write_end, False)
+            threading.Thread(target=self._main, args=(read_end, release), name="me2b-sigterm", daemon=True).start()
         signal.signal(signal.SIGTERM, self._handle)
-        theirs = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
-        if theirs != -1:
-            signal.set_wakeup_fd(theirs)
+        self._installed = True
+        self.listen()
 
     def uninstall(self) -> None:
         """Put the default back, unless somebody has replaced us. Only the main thread can."""
-        if self._ends is None or threading.current_thread() is not threading.main_thread():
+        if not self._installed or threading.current_thread() is not threading.main_thread():
             return
-        _, write_end = self._ends
         if signal.getsignal(signal.SIGTERM) == self._handle:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        self._installed = False
+        # An event loop that has taken our place may put us back when it ends: what is kept then is used again.
+        if self.deafen() and self._ends is not None:
+            os.close(self._ends[1])  # the thread reads the end, and ends
+            self._ends = None
+
+    def listen(self) -> None:
+        """Be told by the kernel, if nobody else is."""
+        if self._installed and self._ends is not None and threading.current_thread() is threading.main_thread():
+            theirs = signal.set_wakeup_fd(self._ends[1], warn_on_full_buffer=False)
+            if theirs not in (-1, self._ends[1]):
+                signal.set_wakeup_fd(theirs)
+
+    def deafen(self) -> bool:
+        """Whether it was us whom the kernel told. It does not any more."""
+        if self._ends is None or threading.current_thread() is not threading.main_thread():
+            return False
         current = signal.set_wakeup_fd(-1)
-        if current != write_end:
+        if current not in (-1, self._ends[1]):
             signal.set_wakeup_fd(current)
-        os.close(write_end)  # the thread reads the end, and ends
-        self._ends = None
+        return current == self._ends[1]
+
+    def forget(self) -> None:
+        """In a forked child, which has neither the thread nor anything to release."""
+        ends = self._ends
+        self.uninstall()
+        if ends is not None:
+            os.close(ends[0])
+            if self._ends is not None:
+                os.close(ends[1])
 
     def _handle(self, _number: int, frame: FrameType | None) -> None:
         ends = self._ends
@@ -216,4 +248,4 @@ def _die() -> None:
 exits = Exits()
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=exits.forked)
+    os.register_at_fork(before=exits.forking, after_in_parent=exits.forked_here, after_in_child=exits.forked)

@@ -267,12 +267,14 @@ class _Lifecycle:
             self._keeper.stop(max(0.0, deadline - time.monotonic()))
             left = tuple(self._open_rows())  # whoever of these has ended them
         finally:
-            self._book.close_owner(self._engine.owner)
-            companion.dismiss(self._engine.owner, left_something=bool(left))
-            close_backend(self._backend)
-            self._book.close()
-            exits.closed(self)
-            self._ended.set()
+            try:
+                self._book.close_owner(self._engine.owner)
+                companion.dismiss(self._engine.owner, left_something=bool(left))
+            finally:
+                close_backend(self._backend)
+                self._book.close()
+                exits.closed(self)
+                self._ended.set()
         if self._backend.is_local:  # the local server has just taken its sandboxes with it
             return ()
         known = [record.sandbox_id for record in left if record.sandbox_id is not None]

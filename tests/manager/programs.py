@@ -15,6 +15,9 @@ from typing import Any, Protocol
 
 import e2b
 
+from managed_e2b.ledger import Ledger, open_engine
+from managed_e2b.models import SandboxRecord
+
 PRELUDE = """
 import asyncio, ctypes, multiprocessing, os, signal, sys, threading, time
 from managed_e2b import AsyncSandboxLifecycle, SandboxLifecycle
@@ -136,6 +139,14 @@ class Programs:
             while pages.has_next:
                 found += [item.sandbox_id for item in pages.next_items()]
         return found
+
+    def rows(self, *owners: str) -> list[SandboxRecord]:
+        """The ledger's rows of these owners."""
+        book = Ledger(open_engine(self.db))
+        try:
+            return [row for owner in owners for row in book.records(owner=owner)]
+        finally:
+            book.close()
 
     def close(self) -> None:
         for program in self._started:

@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 
 from managed_e2b import SandboxLifecycle, State
-from managed_e2b.ledger import Ledger, open_engine
-from managed_e2b.models import SandboxRecord
 from managed_e2b.testing.chaos import Chaos
 from managed_e2b.testing.server import TestServer
 
@@ -29,13 +27,9 @@ def chaotic(me2b_server: TestServer, tmp_path: Path) -> Iterator[Programs]:
     yield from programs_on(me2b_server, tmp_path / "sandboxes.db")
 
 
-def rows_of(programs: Programs, owner: str) -> list[SandboxRecord]:
-    return Ledger(open_engine(programs.db)).records(owner=owner)
-
-
 def told_of(programs: Programs, owner: str) -> list[tuple[State, str | None, bool]]:
     """State, reason, and whether the owner itself ended it."""
-    return [(row.state, row.reason, row.claimed_by == owner) for row in rows_of(programs, owner)]
+    return [(row.state, row.reason, row.claimed_by == owner) for row in programs.rows(owner)]
 
 
 # No watchdog: what is released is released by the program itself.
@@ -105,7 +99,7 @@ def test_threads_that_outlive_the_main_thread_go_on_and_leave_nothing(programs: 
     assert [program.said(), program.said(), program.said()] == [["did", "it"]] * 3
     assert program.ended() == (0, "")
     assert programs.running(owner) == []
-    assert [row.state for row in rows_of(programs, owner)] == [State.CLEANED] * 3
+    assert [row.state for row in programs.rows(owner)] == [State.CLEANED] * 3
 
 
 @pytest.mark.parametrize("face", ["sync", "async"])
@@ -132,7 +126,7 @@ def test_a_daemon_thread_that_is_creating_when_the_program_ends_leaves_nothing(
     program.tell()
     assert program.ended() == (0, "")
     assert chaotic.running(owner) == []
-    assert [row.state for row in rows_of(chaotic, owner)] == [State.CLEANED]
+    assert [row.state for row in chaotic.rows(owner)] == [State.CLEANED]
 
 
 def test_an_endpoint_that_hangs_holds_an_exit_up_for_a_bounded_time(chaotic: Programs, me2b_chaos: Chaos) -> None:
@@ -167,7 +161,7 @@ def test_sigterm_releases_everything_and_the_program_dies_by_it(programs: Progra
     program.signal(signal.SIGTERM)
     assert program.ended() == (-signal.SIGTERM, "")
     assert programs.running(owner) == []
-    assert {row.state for row in rows_of(programs, owner)} == {State.CLEANED}
+    assert {row.state for row in programs.rows(owner)} == {State.CLEANED}
 
 
 def test_sigterm_waits_for_no_lock_that_the_main_thread_holds(programs: Programs) -> None:
@@ -246,7 +240,10 @@ def test_sigterms_default_is_back_after_the_last_shutdown(programs: Programs, fa
         third = opened()
         say(signal.getsignal(signal.SIGTERM) is signal.SIG_IGN)
         wait(third.shutdown())
-        names = [thread.name for thread in threading.enumerate() if "sigterm" in thread.name]
+        ours = [thread for thread in threading.enumerate() if "sigterm" in thread.name]
+        for thread in ours:
+            thread.join(10)
+        names = [thread.name for thread in ours if thread.is_alive()]
         say("threads", *names)
         """,
         face,
@@ -290,7 +287,7 @@ def test_an_interrupt_between_the_request_for_a_sandbox_and_its_answer(
     ) as next_one:
         next_one.reap()
     assert chaotic.running(owner) == []
-    (row,) = rows_of(chaotic, owner)
+    (row,) = chaotic.rows(owner)
     assert (row.state, row.reason) == (State.CLEANED, "interrupted" if face == "sync" else "cancelled")
 
 

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from managed_e2b import State
-from managed_e2b.ledger import Ledger, open_engine
 
 from .conftest import until
 from .programs import Programs, is_running, programs_on
@@ -76,7 +75,7 @@ wait(lifecycle.shutdown())
     assert program.said() == ["child", "7"]
     assert program.said() == ["still", "here"]
     assert program.ended() == (0, "")
-    rows = Ledger(open_engine(programs.db)).records(owner=owner)
+    rows = programs.rows(owner)
     assert [(row.sandbox_id, row.state, row.reason) for row in rows] == [(sandbox_id, State.CLEANED, "shutdown")]
 
 
@@ -191,8 +190,7 @@ for worker in workers:
     owners = [program.said()[0], program.said()[0]]
     assert program.ended(60) == (0, "")
     assert programs.running(*owners) == []
-    rows = Ledger(open_engine(programs.db)).records()
-    assert [row.state for row in rows if row.owner in owners] == [State.CLEANED] * 2
+    assert [row.state for row in programs.rows(*owners)] == [State.CLEANED] * 2
 
 
 def test_a_fork_in_the_middle_of_a_crowd_of_writers(programs: Programs) -> None:

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 
 from managed_e2b import SandboxLifecycle, State
-from managed_e2b.ledger import Ledger, open_engine
 from managed_e2b.testing.chaos import Chaos
 from managed_e2b.testing.server import TestServer
 from managed_e2b.watchdog.__main__ import Watch
@@ -256,8 +255,7 @@ def test_an_endpoint_that_fails_for_a_while_is_tried_again(chaotic: Programs, me
     program.kill()
     until(lambda: not is_running(int(watchdog)), "the watchdog has finished", seconds=60)
     assert chaotic.running(owner) == []
-    rows = Ledger(open_engine(chaotic.db)).records(owner=owner)
-    assert [row.state for row in rows] == [State.CLEANED] * 3
+    assert [row.state for row in chaotic.rows(owner)] == [State.CLEANED] * 3
     assert me2b_chaos.journal().double_kills() == []
 
 
