@@ -17,11 +17,14 @@ logger = logging.getLogger("managed_e2b")
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
-_FOR_THE_INTERPRETER = ("PYTHONHOME", "PYTHONPATH", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+_FOR_THE_INTERPRETER = ("PYTHONHOME", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
 _FOR_THE_NETWORK = ("E2B_", "PG", "SSL_CERT_", "HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "HOME")
 """Variables, by prefix, that the SDK and the database's driver read."""
 
 _STOP_PATIENCE = 5.0
+
+_STARTS = 3
+"""How many in a row may end before they were up."""
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
@@ -40,13 +43,12 @@ class Companion:
         with self._lock:
             if self._broken:
                 return
-            known = owner in self._registrations
             self._registrations[owner] = registration
             try:
                 if not self._alive():
                     self._start()
-                elif not known:
-                    self._send({"register": registration})
+                elif owner not in self._told:
+                    self._register(owner)
             except OSError as error:
                 self._give_up(f"{type(error).__name__}: {error}")
 
@@ -80,9 +82,11 @@ class Companion:
     def _reset(self) -> None:
         self._lock = threading.Lock()
         self._registrations: dict[str, dict[str, Any]] = {}
+        self._told: set[str] = set()
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._came_up = False
+        self._young_deaths = 0
         self._broken = False
 
     def _alive(self) -> bool:
@@ -90,20 +94,20 @@ class Companion:
         if self._line is None:
             return False
         try:
-            said = self._line.recv(64, socket.MSG_DONTWAIT)
+            while self._line.recv(64, socket.MSG_DONTWAIT):
+                self._came_up = True
         except BlockingIOError:
             return True
         except ConnectionError:
             return False
-        self._came_up |= bool(said)
-        return bool(said)
+        return False
 
     def _start(self) -> None:
         if self._line is not None:
-            died_young = not self._came_up
+            self._young_deaths = 0 if self._came_up else self._young_deaths + 1
             self._stop()
-            if died_young:
-                self._give_up("it ended at once")
+            if self._young_deaths >= _STARTS:
+                self._give_up("it ends at once")
                 return
         if not sys.executable or getattr(sys, "frozen", False):
             self._give_up("this program runs in no Python interpreter that could be started again")
@@ -130,10 +134,14 @@ class Companion:
             theirs.close()
             if process is not None:
                 os.close(process)
-        self._line, self._came_up = ours, False
+        self._line, self._came_up, self._told = ours, False, set()
         self._send({"hello": _hello()})
-        for registration in self._registrations.values():
-            self._send({"register": registration})
+        for owner in self._registrations:
+            self._register(owner)
+
+    def _register(self, owner: str) -> None:
+        self._send({"register": self._registrations[owner]})
+        self._told.add(owner)
 
     def _send(self, message: dict[str, Any]) -> None:
         if self._line is None:
@@ -157,6 +165,8 @@ class Companion:
         self._line = self._process = None
 
     def _give_up(self, why: str) -> None:
+        if self._process is not None:
+            self._process.kill()  # it may be alive, and would take the end of the line for ours
         self._stop()
         self._broken = True
         self._registrations.clear()
@@ -179,11 +189,11 @@ def _own_process() -> int | None:
 
 def _environment() -> dict[str, str]:
     environment = {name: os.environ[name] for name in _FOR_THE_INTERPRETER if name in os.environ}
+    # Absolute, for it runs elsewhere.
+    path = [os.path.abspath(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     if str(_PACKAGE_ROOT) not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):
-        # a checkout: it must import the same code as we do
-        inherited = environment.get("PYTHONPATH")
-        environment["PYTHONPATH"] = str(_PACKAGE_ROOT) + (os.pathsep + inherited if inherited else "")
-    return environment
+        path.insert(0, str(_PACKAGE_ROOT))  # a checkout: it must import the same code as we do
+    return {**environment, "PYTHONPATH": os.pathsep.join(path)} if path else environment
 
 
 def _hello() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,20 @@ def test_one_that_cannot_be_started_is_a_warning(
     assert len(caplog.messages) == 1
     assert "no watchdog" in caplog.messages[0]
     assert companion.pid is None
+
+
+def test_one_that_does_not_read_is_ended_before_it_takes_our_end_of_the_line_for_a_death(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    companion = Companion()
+    companion.watch("owner", {"owner": "owner"})
+    pid = companion.pid
+    assert pid is not None
+    until(lambda: _ignores(pid, signal.SIGTERM), "the watchdog is up")
+    os.kill(pid, signal.SIGSTOP)
+    until(lambda: companion.watch(uuid.uuid4().hex, {"owner": "x" * 4096}) or caplog.messages, "its buffer is full")
+    assert "no watchdog" in caplog.messages[0]
+    assert not is_running(pid)
 
 
 # -- the process, from inside -----------------------------------------------------------------------------------
