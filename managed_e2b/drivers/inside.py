@@ -54,10 +54,12 @@ class Inside:
         user: str | None,
         cwd: str | None,
         timeout: float,
+        opening: float | None = None,
     ) -> int:
         """Run a command and pass on its output as bytes; its exit code, -1 when a signal ended it.
 
         `on_start` is told its pid once it is known to run. `timeout` in seconds, 0 for none: the sandbox ends it then.
+        `opening`: seconds within which it must have begun, the SDK's request timeout by default.
         Raises NotOpened or SandboxUnreachableError (it may run or not), DeadlineExceeded, StreamBroken or
         SandboxNotRunning (it was cut off), another BackendError (it was refused), and what a callback raised.
         """
@@ -65,7 +67,8 @@ class Inside:
         start = functools.partial(
             native.commands.run, command, background=True, envs=dict(envs), user=user, cwd=cwd, timeout=timeout
         )
-        return await self._follow("run a command", native, start, Listener(on_start, on_stdout, on_stderr))
+        listener = Listener(on_start, on_stdout, on_stderr)
+        return await self._follow("run a command", native, start, listener, opening)
 
     async def attach(
         self,
@@ -125,9 +128,11 @@ class Inside:
 
     # -- inside ---------------------------------------------------------------------------------------------
 
-    async def _follow(self, what: str, native: Any, open_: Callable[..., Any], listener: Listener) -> int:
+    async def _follow(
+        self, what: str, native: Any, open_: Callable[..., Any], listener: Listener, opening: float | None = None
+    ) -> int:
         self._begin()
-        opening = native.connection_config.request_timeout  # seconds; None when its user has disabled it
+        opening = opening or native.connection_config.request_timeout  # None when its user has disabled it
         try:
             if self._is_async:
                 return await follow(open_, listener, opening)

@@ -30,6 +30,9 @@ logger = logging.getLogger("managed_e2b")
 DEFAULT_TIMEOUT = 60.0
 """Seconds, as E2B's own `commands.run`."""
 
+KILL_OPENING = 10.0
+"""Seconds for the sandbox to begin with killing a command: an agent that hangs must not hold a program that exits."""
+
 _INTERPRETERS = {".py": "python3", ".sh": "bash", ".bash": "bash", ".js": "node", ".rb": "ruby", ".pl": "perl"}
 
 # $1: the mark; $2: pids that are known to belong to the command. Kills what has the mark in its environment, and
@@ -188,6 +191,7 @@ async def _kill_marked(engine: Engine, sandbox: Any, mark: str, user: str | None
             user=killer,
             cwd="/",
             timeout=30,
+            opening=KILL_OPENING,
         )
         left = told.data.decode("ascii", errors="replace").strip()
         if not left:

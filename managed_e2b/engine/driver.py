@@ -56,6 +56,7 @@ class Sdk(Protocol):
         user: str | None,
         cwd: str | None,
         timeout: float,
+        opening: float | None = None,
     ) -> int: ...
 
     async def attach(

@@ -339,6 +339,7 @@ class FakeSdk:
         user: str | None,
         cwd: str | None,
         timeout: float,
+        opening: float | None = None,
     ) -> int:
         self._running(sandbox)
         on_start(1)
