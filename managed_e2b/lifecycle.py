@@ -327,7 +327,7 @@ class SandboxLifecycle(_Lifecycle):
         template, image, dockerfile: what it is made from; at most one, the template "base" when none is given.
         timeout: the hard limit of its life, in whole seconds.
         metadata, envs: str to str; the metadata is kept in the ledger, `envs` (which may be secrets) is not.
-        acquire_timeout: seconds to wait for a slot, None for as long as it takes.
+        acquire_timeout: seconds to wait for a slot, and for an endpoint that answers 429; None: as long as it takes.
         keep_on_error: when the block raises an Exception, leave the sandbox (and the handle) alive, to look at what
             happened: until its timeout, or until this lifecycle is shut down or its process dies. A note on the
             exception tells the id and the time.

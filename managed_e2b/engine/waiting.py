@@ -15,6 +15,9 @@ from .listing import read
 IDLE = 30.0
 """Seconds after which one that is not the first of its lifecycle asks all the same. When it is, it is woken."""
 
+SHOWN = 20
+"""The most holders of slots that an error's text names; its `holders` has all."""
+
 COUNT_PAGES = 10
 """The most pages of the endpoint's list that are read to tell who fills the account."""
 
@@ -122,9 +125,9 @@ class Waiting:
         if self._refusal is not None:
             told.append(f"The endpoint's last word was: {self._refusal}. {await self._counted()}")
         told.append("Slots of this account are held by:")
-        told += [f"  {holder}" for holder in holders[:_SHOWN]] or ["  none"]
-        if len(holders) > _SHOWN:
-            told.append(f"  and {len(holders) - _SHOWN} more")
+        told += [f"  {holder}" for holder in holders[:SHOWN]] or ["  none"]
+        if len(holders) > SHOWN:
+            told.append(f"  and {len(holders) - SHOWN} more")
         told.append("Raise the limit or the timeout, or run `me2b reap` if owners are dead.")
         return AcquireTimeoutError("\n".join(told), holders=holders)
 
@@ -140,6 +143,3 @@ class Waiting:
         unknown = sum(ticket not in ours for ticket in tickets)
         told = f"It lists {len(tickets)} sandboxes of this key; {unknown} of them are unknown to this ledger"
         return f"{told}: `me2b reap --foreign` can end those." if unknown else f"{told}."
-
-
-_SHOWN = 20

@@ -78,6 +78,16 @@ def test_four_processes_keep_one_rate_together_and_use_it(server: Any, me2b_chao
     assert 1 / (1 + MARGIN) > 0.95, "the margin leaves enough of a rate to be used"
 
 
+@pytest.mark.timeout(240)
+def test_cap_and_rate_hold_together(server: Any, me2b_chaos: Chaos, tmp_path: Path) -> None:
+    taken = crowd(server, tmp_path / "x.db", processes=4, each=7, hold=0.5, create_rate=5.0, account_limit=4)
+    assert taken.errors == []
+    assert me2b_chaos.journal().peak_present <= 4
+    sent = taken.sent()
+    assert len(sent) == me2b_chaos.journal().count("create") == 28
+    assert all(later - first >= 1.0 for first, later in zip(sent, sent[5:], strict=False))
+
+
 async def test_who_waits_behind_its_own_limit_holds_up_nobody(face: Face) -> None:
     small, other = face.open(max_concurrent=1, account_limit=3), face.open(max_concurrent=3, account_limit=3)
     async with face.entered(small.acquire()):
