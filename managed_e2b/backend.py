@@ -65,7 +65,15 @@ class _LocalServer:
                 server.stop()
 
 
+    def forked(self) -> None:
+        """In a forked child: a thread that is not here may hold the lock."""
+        self._lock = threading.Lock()
+
+
 _local_server = _LocalServer()
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_local_server.forked)
 
 
 def open_backend(
