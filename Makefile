@@ -3,7 +3,7 @@ SHELL := /bin/sh
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: help venv demo test check bench soak format docs humaneval clean
+.PHONY: help venv demo test prove check bench soak format docs humaneval clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -16,6 +16,9 @@ demo: venv  ## the main job: acquire sandboxes, run code in them, get the result
 
 test: venv  ## run the test suite (more arguments: make test ARGS="-k ledger")
 	@$(BIN)/pytest -n 2 $(ARGS)
+
+prove: venv  ## SIGKILL and Ctrl-C at every boundary, not at a sample of them (several minutes)
+	@$(BIN)/pytest --exhaustive tests/manager/test_crash.py tests/manager/test_interruptions.py $(ARGS)
 
 check: venv  ## lint, format, types, import contracts, generated docs
 	@$(BIN)/ruff check

@@ -12,6 +12,12 @@ from managed_e2b.local.runtime.doctor import examine
 pytest_plugins = ["managed_e2b.testing.fixtures"]
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--exhaustive", action="store_true", help="visit every boundary of the crash tests, not a sample (make prove)"
+    )
+
+
 @pytest.fixture(scope="session")
 def server() -> Iterator[LocalServerProcess]:
     """A local server that all tests of a worker share. Skips where the host lacks what sandboxes need.
