@@ -215,8 +215,8 @@ class CommandResult:
 
     `stdout` and `stderr` are its output as text (UTF-8, what is broken replaced by U+FFFD); the bytes as
     they came are in `stdout_bytes` and `stderr_bytes`. `exit_code` is -1 when it was killed by a signal or
-    timed out. `duration` is in seconds, as the caller saw it. `output_lost`: the connection to the sandbox was cut while
-    it ran; the exit code is its true one, but output written before it was picked up again may be missing.
+    timed out. `duration` is in seconds, as the caller saw it. `output_lost`: the connection to the sandbox was cut
+    while it ran; the exit code is its true one, but output written before it was picked up again may be missing.
     """
 
     stdout_bytes: bytes = field(repr=False)
