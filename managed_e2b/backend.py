@@ -64,7 +64,6 @@ class _LocalServer:
                 server, self._server = self._server, None
                 server.stop()
 
-
     def forked(self) -> None:
         """In a forked child: a thread that is not here may hold the lock."""
         self._lock = threading.Lock()
