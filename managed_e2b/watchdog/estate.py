@@ -31,8 +31,6 @@ from ..settings import E2BConfig
 
 logger = logging.getLogger("managed_e2b")
 
-REASON = f"{OWNER_DEAD}: its process has ended"
-
 MAX_SECONDS = 600.0
 """The longest that an endpoint or a ledger which fails is tried. Then the lease and the next reaper do it."""
 
@@ -173,7 +171,7 @@ class _Settler:
                 if item.metadata.get(OWNER) == self._estate.owner and item.state != "paused":
                     await self._sdk.kill(item.sandbox_id)
 
-    def _end(self, ticket: str, reason: str = REASON) -> bool:
+    def _end(self, ticket: str, reason: str = OWNER_DEAD) -> bool:
         """One try. Whatever it fails with, the others are tried, and this one again."""
         assert self._engine is not None
         try:

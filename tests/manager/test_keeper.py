@@ -83,7 +83,7 @@ def test_with_nobody_left_the_backend_ends_it_within_one_lease(
     import os
     from managed_e2b import SandboxLifecycle
     lifecycle = SandboxLifecycle({str(tmp_path / "x.db")!r}, e2b_api_url={server.url!r}, e2b_key={server.api_key!r},
-                                 lease=10)
+                                 lease=10, watchdog=False)
     print(lifecycle.acquire(timeout=600).__enter__().sandbox_id, flush=True)
     os.kill(os.getpid(), 9)
     """
