@@ -34,6 +34,9 @@ logger = logging.getLogger("managed_e2b")
 MAX_SECONDS = 600.0
 """The longest that an endpoint or a ledger which fails is tried. Then the lease and the next reaper do it."""
 
+LOCAL_SECONDS = 60.0
+"""The same for an endpoint on this machine."""
+
 UNFOUND_SECONDS = 30.0
 """How long a create without an answer is looked for: it may have been in the making when its owner died."""
 
@@ -57,8 +60,11 @@ class Estate:
 
     @property
     def patience(self) -> float:
-        """Seconds: a lease and a bit, after which the backend itself has ended what is left."""
-        return min(self.lease + 60.0, MAX_SECONDS)
+        """Seconds: a lease and a bit, after which the backend itself has ended what is left.
+
+        Less on this machine: a server here that does not answer has most likely ended, and its sandboxes with it.
+        """
+        return LOCAL_SECONDS if self.endpoint.is_loopback else min(self.lease + 60.0, MAX_SECONDS)
 
 
 def settle_all(registrations: list[dict[str, Any]]) -> None:
