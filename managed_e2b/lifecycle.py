@@ -9,7 +9,7 @@ import os
 import threading
 import time
 import uuid
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
@@ -346,7 +346,7 @@ class SandboxLifecycle(_Lifecycle):
             acquire_timeout=acquire_timeout,
             keep_on_error=keep_on_error,
         )
-        return SandboxContext(self._engine, request)
+        return SandboxContext(self._engine, request, self._check_open)
 
     def records(self, states: Collection[State] | None = None) -> list[SandboxRecord]:
         """The ledger's rows of this account, oldest first: those in `states`, or all."""
@@ -455,7 +455,7 @@ class AsyncSandboxLifecycle(_Lifecycle):
             acquire_timeout=acquire_timeout,
             keep_on_error=keep_on_error,
         )
-        return AsyncSandboxContext(self._engine, request)
+        return AsyncSandboxContext(self._engine, request, self._check_open)
 
     async def records(self, states: Collection[State] | None = None) -> list[SandboxRecord]:
         """See SandboxLifecycle.records."""
@@ -510,9 +510,9 @@ class AsyncSandboxLifecycle(_Lifecycle):
 class SandboxContext:
     """What `SandboxLifecycle.acquire` returns. Entered once."""
 
-    def __init__(self, engine: Engine, request: AcquireRequest) -> None:
+    def __init__(self, engine: Engine, request: AcquireRequest, check_open: Callable[[], None]) -> None:
         self._engine = engine
-        self._visit = _Visit(engine, request)
+        self._visit = _Visit(engine, request, check_open)
 
     def __enter__(self) -> SandboxHandle:
         return SandboxHandle(self._engine, _run(self._visit.enter()))
@@ -526,9 +526,9 @@ class SandboxContext:
 class AsyncSandboxContext:
     """What `AsyncSandboxLifecycle.acquire` returns. Entered once."""
 
-    def __init__(self, engine: Engine, request: AcquireRequest) -> None:
+    def __init__(self, engine: Engine, request: AcquireRequest, check_open: Callable[[], None]) -> None:
         self._engine = engine
-        self._visit = _Visit(engine, request)
+        self._visit = _Visit(engine, request, check_open)
 
     async def __aenter__(self) -> AsyncSandboxHandle:
         return AsyncSandboxHandle(self._engine, await self._visit.enter())
@@ -542,8 +542,9 @@ class AsyncSandboxContext:
 class _Visit:
     """One way through `acquire`, for both faces. Once left, the sandbox is released, whatever held it."""
 
-    def __init__(self, engine: Engine, request: AcquireRequest) -> None:
+    def __init__(self, engine: Engine, request: AcquireRequest, check_open: Callable[[], None]) -> None:
         self._engine = engine
+        self._check_open = check_open
         self._path: AbstractAsyncContextManager[Acquired] = acquire(engine, request, SDK_VERSION)
         self._begun = False
         self._acquired: Acquired | None = None
@@ -553,6 +554,7 @@ class _Visit:
             raise StateTransitionError(
                 "this context was entered before: each `acquire()` is one sandbox, call it again"
             )
+        self._check_open()
         self._begun = True
         self._acquired = await self._path.__aenter__()
         return self._acquired

@@ -198,6 +198,16 @@ def test_a_context_entered_in_one_loop_may_be_left_in_another(server: Any, tmp_p
     asyncio.run(lifecycle.shutdown())
 
 
+async def test_a_context_that_was_made_before_a_shutdown_makes_nothing_after_it(face: Face) -> None:
+    lifecycle = face.open()
+    context = lifecycle.acquire()
+    await settle(lifecycle.shutdown())
+    with pytest.raises(Me2bError, match="shut down"):
+        async with face.entered(context):
+            pytest.fail("made by a lifecycle that is shut down")
+    assert await states_of(face.open()) == []
+
+
 async def test_the_lifecycle_is_a_context_manager(face: Face) -> None:
     async with face.entered(face.open()) as lifecycle, face.entered(lifecycle.acquire()) as handle:
         assert handle.sandbox_id
