@@ -5,6 +5,7 @@ Hypothesis makes up the stories: see `world` for what is real in them.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
@@ -42,7 +43,9 @@ EVENTS = ["dies", "is interrupted", "stands still", "others reap"]
 HOSTS = st.sampled_from([HERE, ELSEWHERE])
 
 picks = st.integers(0, 5)
-boundaries = st.integers(0, 15)
+boundaries = st.integers(0, 11)
+AFTER_CREATE = 7
+"""The boundary of an acquire at which a sandbox has just been made."""
 
 
 class Story(RuleBasedStateMachine):
@@ -63,8 +66,8 @@ class Story(RuleBasedStateMachine):
         # Not both in one story: a list that hides what a lost create has made, together with a clock that jumps past
         # the end of its lease, is more than a ledger can see through.
         self.lists_lie = lists_lie
-        self.world.open_owner(HERE).acquire(500, 20.0)
-        self.world.open_owner(where)
+        for host in (HERE, where):
+            self.world.open_owner(host).acquire(500, 20.0)
 
     # -- what programs do -----------------------------------------------------------------------------------
 
@@ -159,7 +162,7 @@ class Story(RuleBasedStateMachine):
         self.world.provider.fail("list", *[fault] * times)
 
     @precondition(lambda self: not self.lists_lie)
-    @rule(by=st.sampled_from([-DAYS, 0, DAYS]))
+    @rule(by=st.sampled_from([DAYS, -DAYS]))
     def somebody_sets_the_clock(self, by: int) -> None:
         self.world.set_by = by
         # Their keepers beat before anybody looks: on a ledger without a clock of its own a host that has not beaten
@@ -201,7 +204,7 @@ class Story(RuleBasedStateMachine):
             assert (row.state, row.claimed_by) == (State.RUNNING, None)
 
     def teardown(self) -> None:
-        """At last everybody dies, the endpoint behaves, and one process that comes later ends it all."""
+        """At last everybody dies, one in the middle of a create, and one process that comes later ends it all."""
         try:
             if self.world.owners:
                 self.everything_is_repaired()
@@ -212,12 +215,16 @@ class Story(RuleBasedStateMachine):
     def everything_is_repaired(self) -> None:
         world = self.world
         world.provider.calm()
+        last = world.open_owner(HERE)
+        last.after(AFTER_CREATE, last.die)
+        self.attempt(last, lambda: last.acquire(500, 0.5))
         for owner in world.living:
             owner.die()
         reaper = world.open_owner(HERE)
         reaper.reap(max_iter=3)
         hosts = {owner.name: owner.host for owner in world.owners}
-        assert {hosts[self.row_of(sandbox_id).owner] for sandbox_id in world.provider.live} <= {ELSEWHERE}
+        rows = [self.row_of(sandbox_id) for sandbox_id in set(world.provider.live) - world.provider.late]
+        assert {hosts[row.claimed_by or row.owner] for row in rows} <= {ELSEWHERE}, "what died on this host, at once"
         world.clock.step(STALE + 1)
         world.set_by = 2 * DAYS  # what a clock that was set back has put off
         reaper.reap(max_iter=3)
@@ -262,6 +269,7 @@ class Story(RuleBasedStateMachine):
             pass
         finally:
             owner.undisturbed()
+            gc.collect()
 
     def happen(self, event: str, owner: Owner) -> None:
         match event:
@@ -332,6 +340,7 @@ def test_a_create_that_is_sent_after_its_owner_was_taken_for_dead_is_ended_at_on
     reaper, sleeper = world.open_owner(HERE), world.open_owner(ELSEWHERE)
     sleeper.leave(sleeper.acquire(500, 20.0))
     boundary = sleeper.steps.seen.index("before create")
+    assert sleeper.steps.seen[AFTER_CREATE] == "after create"
 
     def stand_still() -> None:
         sleeper.suspended = sleeper.stood_still = True

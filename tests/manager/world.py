@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from unittest import mock
 
 from managed_e2b.drivers import BlockingDriver, Wakeup, run
-from managed_e2b.engine import foreign, host, patience, reap, release, waiting
+from managed_e2b.engine import base, foreign, host, patience, reap, release, waiting
 from managed_e2b.engine.acquire import acquire, validated
 from managed_e2b.engine.base import OWNER, Acquired, Engine
 from managed_e2b.engine.keeper import Keeper
@@ -89,9 +89,17 @@ class World:
         self._acting: list[Owner] = []
         self._next_round = self.now + ROUND
         self._patches = ExitStack()
+        # The collector is part of the story: what it finds abandoned is released. So it runs when it is told to.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        self._patches.callback(gc.enable)
+        self._patches.callback(gc.unfreeze)
         virtual = SimpleNamespace(monotonic=lambda: self.now)
         for module in (release, waiting, patience, reap, foreign):
             self._patches.enter_context(mock.patch.object(module, "time", virtual))
+        tickets = (SimpleNamespace(hex=f"{number:032x}") for number in itertools.count(1))
+        self._patches.enter_context(mock.patch.object(base, "uuid", SimpleNamespace(uuid4=lambda: next(tickets))))
         self._patches.enter_context(mock.patch.object(host, "here", self._here))
         self._patches.enter_context(mock.patch.object(host, "steady", virtual.monotonic))
         self._patches.enter_context(mock.patch.object(host, "process_started", self._process_started))
@@ -238,8 +246,7 @@ class Owner:
         """Forget it: nobody holds the context, the handle or the native object any more."""
         self.held.remove(held)
         held.context = None
-        if held.ticket not in self._engine.abandoned:
-            gc.collect()  # an error on its way has left a cycle
+        gc.collect()  # an error on its way may have left a cycle
         assert held.ticket in self._engine.abandoned
 
     def reap(self, max_iter: int = 1) -> ReapReport:
