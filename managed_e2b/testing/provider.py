@@ -174,11 +174,6 @@ class FakeProvider:
             box = self._current().get(sandbox_id)
             return None if box is None else self._told(box)
 
-    def struck(self, op: Op) -> int:
-        """How many calls of `op` a fault has struck."""
-        with self._lock:
-            return sum(call.op == op and call.fault is not None for call in self.calls)
-
     # -- what others do to a sandbox ------------------------------------------------------------------------
 
     def kill(self, sandbox_id: str) -> bool:
