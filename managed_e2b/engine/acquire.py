@@ -70,7 +70,9 @@ async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> 
             acquired.released = reason is not None
         engine.began.pop(scope.ticket, None)
         if reason is not None and engine.is_ours():
-            await engine.driver.finish(engine.clean, scope.ticket, reason, sent=attempt.sent, made=attempt.made)
+            ended = await engine.driver.finish(engine.clean, scope.ticket, reason, sent=attempt.sent, made=attempt.made)
+            if ended:
+                scope.dropped.detach()  # the keeper need not ask the ledger once more
 
 
 async def _keep(engine: Engine, acquired: Acquired, error: Exception) -> None:
