@@ -10,7 +10,8 @@ import time
 import uuid
 from pathlib import Path
 
-from ..models import UNKNOWN, Host
+from ..models import UNKNOWN, Host, Owner
+from ..rules import liveness
 
 
 @functools.cache
@@ -44,6 +45,11 @@ def process_started(pid: int) -> int | None:
     fields = stat.rpartition(")")[2].split()
     state, started = fields[0], int(fields[19])
     return None if state in "ZX" else started
+
+
+def is_gone(owner: Owner) -> bool:
+    """Whether the owner's process is seen to have ended. False where it cannot be seen from here."""
+    return liveness.sees_its_process(owner, here()) and process_started(owner.pid) != owner.pid_started
 
 
 def _read(path: str) -> str:

@@ -8,7 +8,7 @@ import time
 from ..errors import AcquireTimeoutError, RateLimitedError, SandboxGoneError
 from ..models import Holder
 from ..rules import leases, limits, states
-from . import endings
+from . import endings, host
 from .base import TICKET, Engine
 from .listing import read
 
@@ -55,7 +55,7 @@ class Waiting:
                     return decision
                 if decision is None:
                     raise await self.gone()
-                timed, idle, asked = decision.seconds is not None, False, asked + 1
+                timed, idle, asked = decision.is_appointment, False, asked + 1
                 await self._sleep(limits.pause(decision, asked, random.random()), decision.why, None, told)
         finally:
             first = line.leave(place)
@@ -84,7 +84,7 @@ class Waiting:
 
     async def _ask(self, timed: bool) -> limits.Go | limits.Wait | None:
         engine, now = self._engine, time.monotonic()
-        place = (self._ticket, engine.owner, engine.account, engine.caps)
+        place = (self._ticket, engine.owner, engine.account, engine.caps, host.is_gone)
         if not timed and now - self._asked < limits.ASK:
             # Between two of our own marks in the ledger a look is enough: it waits for no writer, and none for it.
             seen = await engine.driver.ledger(engine.book.look, *place)

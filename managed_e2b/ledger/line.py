@@ -6,15 +6,26 @@ Whoever changes something here holds the account's lock: SQLite's write lock, or
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import Connection, Row, text
 from sqlalchemy.dialects import postgresql, sqlite
 
+from ..models import Owner
 from ..rules import limits
+from . import rows
 from . import statements as sql
 from .tables import rates
+
+IsGone = Callable[[Owner], bool]
+"""Whether an owner's process is seen to have ended."""
+
+
+def nobody_is_gone(_owner: Owner) -> bool:
+    """Who cannot see processes goes by the ledger alone."""
+    return False
 
 
 def serialize(connection: Connection, account: str) -> None:
@@ -24,7 +35,7 @@ def serialize(connection: Connection, account: str) -> None:
 
 
 def decide(
-    connection: Connection, now: int, ticket: str, owner: str, account: str, caps: limits.Caps
+    connection: Connection, now: int, ticket: str, owner: str, account: str, caps: limits.Caps, is_gone: IsGone
 ) -> tuple[limits.Go | limits.Wait, bool] | None:
     """Whether it is the row's turn, and whether it was refused before; None when it is not in line any more."""
     asker = connection.execute(sql.ASKER, {"p_ticket": ticket}).first()
@@ -39,7 +50,7 @@ def decide(
         ahead[row.owner][row.kind] = row.rows
     mine = limits.Part(owner, asker.slots, *_counts(ahead.pop(owner, {})))
     others = [
-        limits.Part(row.id, row.slots, *_counts(ahead[row.id]), row.max_concurrent, row.asked_at)
+        limits.Part(row.id, row.slots, *_counts(ahead[row.id]), row.max_concurrent, _asked_at(row, is_gone))
         for row in (connection.execute(sql.PARTS, {"p_owners": list(ahead)}) if ahead else ())
     ]
     used = mine.slots if caps.account_limit is None else int(connection.execute(sql.USED, place).scalar_one())
@@ -48,6 +59,11 @@ def decide(
 
 def _counts(ahead: dict[str, int]) -> tuple[int, int]:
     return ahead.get("queued", 0), ahead.get("refused", 0)
+
+
+def _asked_at(row: Row[Any], is_gone: IsGone) -> int | None:
+    """When an owner last asked; None when it will not ask again."""
+    return None if row.closed_at is not None or is_gone(rows.owner(row)) else row.asked_at
 
 
 def read_pace(connection: Connection, account: str) -> limits.Pace:

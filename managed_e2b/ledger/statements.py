@@ -99,12 +99,9 @@ def _ahead(*rows: ColumnElement[bool]) -> Any:
 AHEAD = _ahead(c.account == bindparam("p_account"))
 AHEAD_OF_OWNER = _ahead(c.owner == bindparam("p_owner"), c.account == bindparam("p_account"))
 USED = select(_held("account", bindparam("p_account")))
-PARTS = select(
-    owners.c.id,
-    owners.c.max_concurrent,
-    case((owners.c.closed_at.is_(None), owners.c.asked_at)).label("asked_at"),
-    _held("owner", owners.c.id).label("slots"),
-).where(owners.c.id.in_(bindparam("p_owners", expanding=True)))
+PARTS = select(owners, _held("owner", owners.c.id).label("slots")).where(
+    owners.c.id.in_(bindparam("p_owners", expanding=True))
+)
 PACE_OF_ACCOUNT = select(rates).where(rates.c.account == bindparam("p_account"), rates.c.name == "create")
 LATE = (
     update(rates)

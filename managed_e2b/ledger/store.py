@@ -10,12 +10,12 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Connection, Engine, Row, insert, select, text
+from sqlalchemy import Connection, Engine, insert, select, text
 
 from ..models import Host, Owner, SandboxRecord, State
 from ..rules import limits
 from ..rules.leases import SECOND
-from . import line
+from . import line, rows
 from . import statements as sql
 from .forking import unforked
 from .opening import READ_ONLY
@@ -97,12 +97,14 @@ class Ledger:
     def owners_with_open_rows(self, account: str) -> list[Owner]:
         """Owners and cleaners of this account's rows that are not terminal."""
         with self._read() as connection:
-            return [_owner(row) for row in connection.execute(sql.OWNERS_WITH_OPEN_ROWS, {"p_account": account})]
+            return [rows.owner(row) for row in connection.execute(sql.OWNERS_WITH_OPEN_ROWS, {"p_account": account})]
 
     def known_owners(self, ids: Collection[str]) -> list[Owner]:
         """Those of these owners that the ledger knows."""
         with self._read() as connection:
-            return [_owner(row) for some in _batches(ids) for row in connection.execute(sql.OWNERS, {"p_owners": some})]
+            return [
+                rows.owner(row) for some in _batches(ids) for row in connection.execute(sql.OWNERS, {"p_owners": some})
+            ]
 
     # -- the path of one sandbox ----------------------------------------------------------------------------
 
@@ -138,15 +140,18 @@ class Ledger:
             connection.execute(sql.ASKED, {"p_owner": owner, "p_now": now, "p_before": now - _MARK})
             return now
 
-    def turn(self, ticket: str, owner: str, account: str, caps: limits.Caps) -> limits.Go | limits.Wait | None:
+    def turn(
+        self, ticket: str, owner: str, account: str, caps: limits.Caps, is_gone: line.IsGone = line.nobody_is_gone
+    ) -> limits.Go | limits.Wait | None:
         """Let a row in line create when it is its turn; None when it is not in line any more.
 
         A queued row becomes `creating`; one that was refused is that already. An owner that has to wait is known to
-        be asking from now on: see `rules.limits.PRESENT`.
+        be asking from now on: see `rules.limits.PRESENT`. `is_gone` says whose process is seen to have ended: such an
+        owner holds up nobody. It is asked inside the transaction, so it must be quick.
         """
         with self._write() as (connection, now):
             line.serialize(connection, account)
-            decided = line.decide(connection, now, ticket, owner, account, caps)
+            decided = line.decide(connection, now, ticket, owner, account, caps, is_gone)
             if decided is None:
                 return None
             decision, refused = decided
@@ -161,10 +166,12 @@ class Ledger:
                 _tell(connection, ticket, now, State.CREATING, owner)
             return decision
 
-    def look(self, ticket: str, owner: str, account: str, caps: limits.Caps) -> limits.Go | limits.Wait | None:
+    def look(
+        self, ticket: str, owner: str, account: str, caps: limits.Caps, is_gone: line.IsGone = line.nobody_is_gone
+    ) -> limits.Go | limits.Wait | None:
         """What `turn` would say, without a change, and without waiting for writers."""
         with self._read() as connection:
-            decided = line.decide(connection, self._now(connection), ticket, owner, account, caps)
+            decided = line.decide(connection, self._now(connection), ticket, owner, account, caps, is_gone)
             return None if decided is None else decided[0]
 
     def late(self, account: str, by: int) -> None:
@@ -185,7 +192,7 @@ class Ledger:
             pace = line.read_pace(connection, account)
             line.write_pace(connection, account, limits.slowed(pace, caps, now, sent_at, wait, jitter))
             row = connection.execute(sql.REFUSED, {"p_ticket": ticket, "p_now": now}).first()
-            return None if row is None else _record(row)
+            return None if row is None else rows.record(row)
 
     def recovered(self, account: str, caps: limits.Caps, *, sent_at: int) -> None:
         """The endpoint took a create: the account may go a little faster again."""
@@ -255,7 +262,7 @@ class Ledger:
     def record(self, ticket: str) -> SandboxRecord | None:
         with self._read() as connection:
             row = connection.execute(sql.RECORD, {"p_ticket": ticket}).first()
-            return None if row is None else _record(row)
+            return None if row is None else rows.record(row)
 
     def records(
         self,
@@ -276,7 +283,7 @@ class Ledger:
         if claimed_by is not None:
             query = query.where(sandboxes.c.claimed_by == claimed_by)
         with self._read() as connection:
-            return [_record(row) for row in connection.execute(query)]
+            return [rows.record(row) for row in connection.execute(query)]
 
     def known(self, tickets: Collection[str], sandbox_ids: Collection[str]) -> list[SandboxRecord]:
         """Rows, of any account, that have one of these tickets or one of these ids."""
@@ -284,8 +291,8 @@ class Ledger:
         with self._read() as connection:
             for name, values in (("p_tickets", tickets), ("p_ids", sandbox_ids)):
                 for some in _batches(values):
-                    rows = connection.execute(sql.KNOWN, {"p_tickets": (), "p_ids": (), name: some})
-                    found |= {row.ticket: _record(row) for row in rows}
+                    matches = connection.execute(sql.KNOWN, {"p_tickets": (), "p_ids": (), name: some})
+                    found |= {row.ticket: rows.record(row) for row in matches}
         return list(found.values())
 
     def history(self, ticket: str) -> list[tuple[int, State, str, str | None]]:
@@ -328,7 +335,7 @@ class Ledger:
             if row is None:
                 return None
             _tell(connection, ticket, now, state, actor, detail)
-            return _record(row)
+            return rows.record(row)
 
 
 def _tell(connection: Connection, ticket: str, at: int, state: State, actor: str, detail: str | None = None) -> None:
@@ -339,22 +346,3 @@ def _tell(connection: Connection, ticket: str, at: int, state: State, actor: str
 def _batches(values: Collection[str]) -> Iterator[list[str]]:
     every = list(values)
     return (every[start : start + _VARIABLES] for start in range(0, len(every), _VARIABLES))
-
-
-def _record(row: Row[Any]) -> SandboxRecord:
-    values: dict[str, Any] = {name: row._mapping[name] for name in SandboxRecord.__dataclass_fields__}
-    values["state"] = State(values["state"])
-    return SandboxRecord(**values)
-
-
-def _owner(row: Row[Any]) -> Owner:
-    return Owner(
-        id=row.id,
-        host=Host(row.machine_id, row.boot_id, row.pid_namespace),
-        pid=row.pid,
-        pid_started=row.pid_started,
-        label=row.label,
-        heartbeat=row.heartbeat,
-        stale_after=row.stale_after,
-        closed_at=row.closed_at,
-    )

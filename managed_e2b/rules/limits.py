@@ -29,6 +29,9 @@ _NEAR, _FAR, _PATIENT = 0.1, 2.0, 4
 """Seconds between two questions of who waits for another's slot: of the first in line, and of those far behind. Both
 ask up to so many times more rarely the longer they wait."""
 
+_NUDGE = 0.02
+"""The fewest seconds between two looks of one who is behind others."""
+
 FIRST_GAP = SECOND // 5
 LONGEST_GAP = 20 * SECOND
 SHORTEST_GAP = SECOND // 10
@@ -152,6 +155,11 @@ class Wait:
     own: bool = False
     """It is this lifecycle itself that holds the slots."""
 
+    @property
+    def is_appointment(self) -> bool:
+        """Whether it may go when its seconds have passed, whatever others do."""
+        return self.seconds is not None and not self.ahead
+
 
 def is_alone(caps: Caps, pace: Pace) -> bool:
     """Whether nothing that other owners do matters to the asker."""
@@ -193,12 +201,15 @@ def lateness(go: Go, caps: Caps, sent_at: int) -> int:
 
 
 def pause(wait: Wait, asked: int, jitter: float) -> float:
-    """Seconds until the next question, after `asked` of them. A time in the rate is kept exactly.
+    """Seconds until the next question, after `asked` of them. A time in the rate is kept exactly by the first in line.
 
-    `jitter` in [0, 1) spreads those who ask.
+    Who is behind others looks again half-way there: some may leave, or die, and the time that was kept for them is
+    lost if nobody takes it. `jitter` in [0, 1) spreads those who ask.
     """
     spread = 0.8 + 0.2 * jitter
     if wait.seconds is not None:
+        if wait.ahead:
+            return min(max(_NUDGE, wait.seconds / 2), ASK) * spread
         return max(0.001, wait.seconds if wait.seconds < ASK else ASK * spread)
     if wait.own:  # a release wakes it before
         return ASK * spread
