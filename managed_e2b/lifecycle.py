@@ -141,6 +141,7 @@ class _Lifecycle:
                 clean=self._clean_in_turn,
                 abandoned=self._cleaner.abandoned,
                 began=self._cleaner.began,
+                unidentified=self._cleaner.unidentified,
             )
             self._book.open_owner(
                 owner,

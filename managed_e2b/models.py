@@ -175,6 +175,12 @@ class SandboxRecord:
     ended_at: int | None
     refused_at: int | None = None
     """While it is `creating`: its last create was answered by a 429, and it waits in line for the next try."""
+    sdk_version: str | None = None
+    """The version of the `e2b` package that asked for it."""
+    template_id: str | None = None
+    """The backend's id of the template that `source` stood for; None until the backend has told it."""
+    envd_version: str | None = None
+    """The version of the agent in the sandbox, which is that of the template's build."""
 
 
 @dataclass(frozen=True)
@@ -207,6 +213,8 @@ class RemoteSandbox:
     end_at: int
     alias: str | None = None
     """The template's name, where the backend tells one beside its id."""
+    envd_version: str | None = None
+    """The version of the agent in it."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ from ..models import RemoteSandbox
 from ..rules import retry_after
 from ..settings import E2BConfig
 from . import forked
+from .heard import answer
 from .inside import NOT_RUNNING, Inside, NativeSandbox
 from .refusals import header_of
 
@@ -95,11 +96,9 @@ class Sdk(Inside):
             options["allow_internet_access"] = allow_internet_access
         self._begin()
         try:
-            sandbox: Any = self._class.create(
-                template, timeout=timeout, metadata=dict(metadata), envs=dict(envs), **options
+            sandbox = await answer(
+                self._class.create(template, timeout=timeout, metadata=dict(metadata), envs=dict(envs), **options)
             )
-            if inspect.isawaitable(sandbox):
-                sandbox = await sandbox
         except Exception as error:
             if _status(error) == 404:
                 raise TemplateNotFoundError(
@@ -160,8 +159,7 @@ class Sdk(Inside):
     async def _call_bare(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._begin()
         try:
-            result = function(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            return await answer(function(*args, **kwargs))
         except Exception as error:
             raise self._mapped(error, what) from error
 
@@ -212,6 +210,7 @@ def _remote(item: Any) -> RemoteSandbox:
         started_at=_micros(item.started_at),
         end_at=_micros(item.end_at),
         alias=item.name,
+        envd_version=getattr(item, "envd_version", None),  # not in the oldest SDK
     )
 
 

@@ -69,8 +69,11 @@ async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> 
         if acquired is not None:
             acquired.released = reason is not None
         engine.began.pop(scope.ticket, None)
+        engine.unidentified.pop(scope.ticket, None)
         if reason is not None and engine.is_ours():
-            ended = await engine.driver.finish(engine.clean, scope.ticket, reason, sent=attempt.sent, made=attempt.made)
+            ended = await engine.driver.finish(
+                engine.clean, scope.ticket, reason, sent=attempt.sent, made=attempt.made, identify=reason == "released"
+            )
             if ended:
                 scope.dropped.detach()  # the keeper need not ask the ledger once more
 
@@ -155,6 +158,7 @@ class _Attempt:
                 raise await self.waiting.gone()
             if turn.pace.gap:
                 await engine.driver.ledger(engine.book.recovered, engine.account, engine.caps, sent_at=sent_at)
+            engine.unidentified[ticket] = sandbox.sandbox_id, 0
             sandbox._me2b_scope = self.scope  # who holds the native object uses the sandbox
             return Acquired(self.scope, sandbox.sandbox_id, sandbox)
 

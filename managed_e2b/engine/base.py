@@ -53,6 +53,9 @@ class Engine:
     began: dict[str, tuple[int, float]] = field(default_factory=dict)
     """When the sandboxes in use here were asked for: by the ledger's clock, and by one that nobody sets."""
 
+    unidentified: dict[str, tuple[str, int]] = field(default_factory=dict)
+    """Sandboxes in use here whose rows do not tell yet what they are: id and looks so far, by ticket."""
+
     line: Line = field(default_factory=Line)
     calls: Hold = field(default_factory=Hold)
     """Until when the endpoint's control plane wants to be left alone, creates apart."""

@@ -21,6 +21,7 @@ from ..models import SandboxRecord, State
 from ..rules import leases
 from .base import Engine
 from .endings import notice
+from .identity import identify_new
 from .patience import patiently
 from .reap import Bounds, reap
 
@@ -50,6 +51,7 @@ class Keeper:
             self._thread("beat", interval, self._beat),
             self._thread("leases", interval, self._renew),
             self._thread("sweep", TICK, self._sweep),
+            self._thread("identity", TICK, self._identify),
         ]
         if reaps:
             self._threads.append(self._thread("reap", REAP_INTERVAL, self._reap, at_once=True))
@@ -110,6 +112,9 @@ class Keeper:
             engine.book.extended(record.ticket, sent_at + seconds * leases.SECOND)
         else:
             self._run(notice(engine, record))  # it is gone, or only paused
+
+    def _identify(self) -> None:
+        self._run(identify_new(self._engine))
 
     def _reap(self) -> None:
         self._run(reap(self._engine, bounds=Bounds(stopped=self._stop.is_set)))

@@ -12,6 +12,7 @@ from collections.abc import Collection
 from ..errors import BackendError, RateLimitedError
 from ..models import SandboxRecord, State
 from ..rules import failures, leases, states
+from . import identity
 from .base import Engine
 from .listing import lookup
 from .patience import patiently
@@ -32,14 +33,15 @@ async def release(
     *,
     sent: bool = True,
     made: str | None = None,
+    identify: bool = False,
     dead: Collection[str] = (),
     patience: float | None = None,
 ) -> bool:
     """End a row, and with it its sandbox. Whether it is terminal now; if not, the keeper or a reaper goes on.
 
     `sent=False`: no create of this row ever reached the backend. `made`: the id that a create answered with when the
-    row had been ended already, so that it could not be written there; it is ended whosever the row is. `dead`: owners
-    whose claims may be taken over.
+    row had been ended already, so that it could not be written there; it is ended whosever the row is. `identify`:
+    ask first what it is, if the row does not tell. `dead`: owners whose claims may be taken over.
     """
     d, book = engine.driver, engine.book
     deadline = time.monotonic() + (PATIENCE if patience is None else patience)
@@ -55,6 +57,8 @@ async def release(
         return is_over
     refused = record.refused_at is not None
     try:
+        if identify:
+            await identity.identify(engine, record)
         known = record.sandbox_id or made
         ids = [known] if known else []
         if not ids and sent:

@@ -16,7 +16,7 @@ from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, Operati
 from ..errors import LedgerError
 from .forking import close_at_fork, unforked
 
-HEAD = "0002"
+HEAD = "0003"
 """The newest revision in `migrations/versions`; a test holds the two together."""
 
 READ_ONLY = "me2b_read_only"

@@ -188,6 +188,11 @@ CREATE_FAILED = _change(
 
 FOUND = update(sandboxes).where(_ticket, c.sandbox_id.is_(None)).values(sandbox_id=bindparam("p_sandbox_id"))
 EXTENDED = update(sandboxes).where(_ticket, c.state == State.RUNNING).values(remote_expiry=bindparam("p_remote_expiry"))
+IDENTIFIED = (
+    update(sandboxes)
+    .where(_ticket)
+    .values(template_id=bindparam("p_template_id"), envd_version=bindparam("p_envd_version"))
+)
 NOTE = update(sandboxes).where(_ticket).values(last_error=bindparam("p_detail"))
 RECORD = select(sandboxes).where(_ticket)
 HISTORY = select(events).where(events.c.ticket == bindparam("p_ticket")).order_by(events.c.id)

@@ -218,6 +218,12 @@ class Ledger:
         with self._write() as (connection, _now):
             connection.execute(sql.EXTENDED, {"p_ticket": ticket, "p_remote_expiry": remote_expiry})
 
+    def identified(self, ticket: str, template_id: str, envd_version: str | None) -> None:
+        """Note what the backend says that it made."""
+        with self._write() as (connection, _now):
+            values = {"p_ticket": ticket, "p_template_id": template_id, "p_envd_version": envd_version}
+            connection.execute(sql.IDENTIFIED, values)
+
     def paused(self, ticket: str, actor: str, reason: str) -> SandboxRecord | None:
         """It is paused at the backend."""
         return self._swap(sql.PAUSE, State.PAUSED, ticket, actor, reason)

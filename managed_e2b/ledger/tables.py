@@ -71,6 +71,9 @@ sandboxes = Table(
     Column("last_error", Text),
     Column("metadata", JSON, nullable=False),
     Column("sdk_version", Text),
+    # What the backend says that it made: the id that the template's name stood for, and its agent's version.
+    Column("template_id", Text),
+    Column("envd_version", Text),
     # The place in line: the time it joined, and the order within one microsecond.
     Column("queued_at", BigInteger, nullable=False),
     # Its last create was answered by a 429: it waits in line for the next try, and keeps its slot.

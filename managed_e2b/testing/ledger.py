@@ -70,11 +70,14 @@ class LedgerConformance:
         assert (running.sandbox_id, running.metadata) == ("isandbox", {"run": "7"})
         assert running.remote_expiry == sent + 300 * SECOND
         assert running.hard_deadline == sent + 600 * SECOND
+        ledger.identified(ticket, "the template's id", "0.6.13")
         clock.step(1)
         assert ledger.claim(ticket, owner, "released") is not None
         clock.step(1)
         done = ledger.cleaned(ticket, owner)
         assert done is not None
+        assert (done.source, done.template_id, done.envd_version) == ("base", "the template's id", "0.6.13")
+        assert done.sdk_version == "1"
         assert (done.state, done.reason, done.ended_at) == (State.CLEANED, "released", clock.now)
         told = [(state, detail) for _, state, _, detail in ledger.history(ticket)]
         assert told == [
