@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import logging
 import math
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -35,6 +37,9 @@ from managed_e2b.testing import Chaos, TestServer, local_server
 
 FAULTS_TOTAL = 0.05
 RATE_WINDOW = 1.0
+SLOWED = 2.6
+"""Seconds after a 429 in which the account is not allowed its rate: a Retry-After of 1 s, and five creates until the
+pace is the old one again."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,7 +48,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--acquires", type=int, default=0, help="end earlier after so many acquires (default: no)")
     parser.add_argument("--processes", type=int, default=8)
     parser.add_argument("--limit", type=int, default=16, help="account_limit: sandboxes at once, over all processes")
-    parser.add_argument("--rate", type=float, default=8.0, help="creates per second, over all processes")
+    parser.add_argument("--rate", type=float, default=5.0, help="creates per second, over all processes")
+    parser.add_argument("--hold", type=float, default=1.5, help="seconds for which a sandbox is used, on average")
     parser.add_argument("--kill-every", type=float, default=1.0, help="seconds between two SIGKILL; 0: none")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
@@ -87,6 +93,7 @@ def work(how: dict[str, Any], pipe: Connection) -> None:
         label="soak",
     )
     stop = threading.Event()
+    dice = random.Random(os.getpid())
 
     def loop() -> None:
         while not stop.is_set():
@@ -94,7 +101,7 @@ def work(how: dict[str, Any], pipe: Connection) -> None:
             try:
                 with lifecycle.acquire(timeout=120, acquire_timeout=60) as handle:
                     told.tell(event="acquired", waited=time.monotonic() - asked)
-                    handle.run("true", timeout=20)
+                    handle.run(f"sleep {min(dice.expovariate(1 / how['hold']), 10):.3f}", timeout=20)
             except SandboxGoneError as error:
                 told.tell(event="gone", kind=type(error).__name__, reason=str(error.reason))
             except AcquireTimeoutError:
@@ -131,6 +138,7 @@ class Workers:
             "key": server.api_key,
             "limit": options.limit,
             "rate": options.rate,
+            "hold": options.hold,
             "threads": max(2, options.limit // 4),
         }
         self._readers: list[threading.Thread] = []
@@ -196,6 +204,7 @@ def soak(options: argparse.Namespace, directory: Path, server: TestServer) -> in
     left = settle(db, server)
     waits = sorted(item["waited"] for item in told if item["event"] == "acquired")
     creates = sorted(request.at for request in journal.of("create"))
+    refused = sorted(request.at for request in journal.of("create") if request.status == 429)
     figures: dict[str, Any] = {
         "seconds": round(lasted, 1),
         "acquires": len(waits),
@@ -206,7 +215,9 @@ def soak(options: argparse.Namespace, directory: Path, server: TestServer) -> in
         "limit": options.limit,
         "busiest second, creates": journal.busiest("create", RATE_WINDOW),
         "rate set": options.rate,
-        "rate used, share": round(len(creates) / lasted / options.rate, 3),
+        "rate used, share": round(share(creates, [], options.rate), 3),
+        "creates answered by 429": len(refused),
+        "rate used while no 429 slowed it, share": round(share(creates, refused, options.rate), 3),
         "leaks: sandboxes left": len(left),
         "double kills": len(journal.double_kills()),
         "wrongly reaped": sum(item["event"] == "gone" and "owner is dead" in item["reason"] for item in told),
@@ -264,6 +275,16 @@ def settle(db: Path, server: TestServer) -> list[str]:
                 return []
             time.sleep(0.5)
         return left or [str(row.sandbox_id) for row in open_rows]
+
+
+def share(creates: Sequence[float], refused: Sequence[float], rate: float) -> float:
+    """How much of the rate was used from the first create to the last, without the time after each 429."""
+    counted, span = 0, 0.0
+    for before, at in itertools.pairwise(creates):
+        if not any(at > when and before < when + SLOWED for when in refused):
+            counted += 1
+            span += at - before
+    return counted / span / rate if span else 0.0
 
 
 def rank(ordered: Sequence[float], share: float) -> float | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -13,11 +14,13 @@ import pytest
 
 from managed_e2b import AcquireTimeoutError, State
 from managed_e2b.ledger import Ledger
-from managed_e2b.rules.limits import MARGIN
+from managed_e2b.rules.leases import SECOND
+from managed_e2b.rules.limits import MARGIN, PRESENT
 from managed_e2b.testing import Chaos
 
 from .conftest import Face, assert_nothing_left, settle, until
 from .crowd import crowd
+from .programs import programs_on
 
 
 @pytest.fixture
@@ -198,3 +201,17 @@ async def test_a_slot_is_free_only_when_its_sandbox_is_proved_dead(
             pass
     assert me2b_chaos.journal().peak_present == 1
     until(lambda: all(row.state is State.CLEANED for row in lifecycle._book.records()), "all are proved dead")
+
+
+async def test_a_process_that_was_killed_in_line_holds_up_nobody(face: Face, server: Any, me2b_chaos: Chaos) -> None:
+    lifecycle = face.open(account_limit=1, max_concurrent=2)
+    with contextlib.contextmanager(programs_on)(server, face.db) as programs:
+        async with face.entered(lifecycle.acquire()):
+            dead = programs.start("entered(opened(account_limit=1, watchdog=False))", face.name)
+            await seen(lambda: lifecycle._book.records(states_=[State.QUEUED]), "it is in line")
+            dead.kill()
+        # Its row is older, and still there. Were its end not seen, it would be waited for as long as it is `PRESENT`.
+        assert PRESENT / SECOND > 5
+        async with face.entered(lifecycle.acquire(acquire_timeout=5)):
+            pass
+    assert me2b_chaos.journal().peak_present == 1
