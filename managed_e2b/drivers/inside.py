@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -23,6 +22,7 @@ from ..errors import (
     StreamBroken,
 )
 from .gone import combined
+from .heard import answer, heard
 from .streams import Listener, Silent, follow, follow_in_thread
 
 NativeSandbox = e2b.Sandbox | e2b.AsyncSandbox
@@ -135,7 +135,8 @@ class Inside:
         opening = opening or native.connection_config.request_timeout  # None when its user has disabled it
         try:
             if self._is_async:
-                return await follow(open_, listener, opening)
+                with heard():
+                    return await follow(open_, listener, opening)
             return follow_in_thread(open_, listener, opening)
         except Silent as error:
             kind = StreamBroken if listener.opened else NotOpened
@@ -162,8 +163,7 @@ class Inside:
     async def _call_inside(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._begin()
         try:
-            result = function(*args, **kwargs)
-            return await result if inspect.isawaitable(result) else result
+            return await answer(function(*args, **kwargs))
         except Exception as error:
             raise self._of_sandbox(error, what) from error
 

@@ -16,6 +16,7 @@ from typing import Any
 import e2b
 
 from ..errors import BackendError
+from .heard import heard
 
 SILENCE = 120.0
 """Seconds without a message after which a stream is taken for dead. Keepalives come every 50, at most every 90."""
@@ -81,28 +82,37 @@ async def follow(open_: Callable[..., Awaitable[Any]], listener: Listener, openi
         if not limit.expired():
             limit.reschedule(loop.time() + SILENCE)
 
+    handle: Any = None
     try:
         async with limit:
-            handle = await open_(on_stdout=listener.stdout, on_stderr=listener.stderr)
-            _keep_bytes(handle)
-            handle._events = _watched(handle._events, beat)
-            listener.start(handle.pid)
-            beat()
-            await handle.wait()
+            with heard() as check:
+                handle = await open_(on_stdout=listener.stdout, on_stderr=listener.stderr)
+                _keep_bytes(handle, "_wait")
+                handle._events = _watched(handle._events, beat)
+                check()
+                listener.start(handle.pid)
+                beat()
+                await handle.wait()
     except e2b.CommandExitException as ended:
         return int(ended.exit_code)
     except TimeoutError as error:
         if not limit.expired():
             raise
         raise Silent(_silence(listener, opening)) from error
+    finally:
+        if handle is not None:
+            handle._wait.cancel()  # the task that reads; most often it has ended
     return 0
 
 
 async def _watched(events: Any, beat: Callable[[], object]) -> AsyncIterator[Any]:
+    """In the task of the SDK's handle: the one that is cancelled by whoever cancels the wait for it."""
     try:
-        async for event in events:
-            beat()
-            yield event
+        with heard() as check:
+            async for event in events:
+                check()
+                beat()
+                yield event
     finally:
         await events.aclose()
 
@@ -215,12 +225,12 @@ class _Latin1:
         return data.decode("latin-1")
 
 
-def _keep_bytes(handle: Any) -> None:
+def _keep_bytes(handle: Any, *more: str) -> None:
     """Have the SDK's command handle pass bytes through: it would replace what is not UTF-8 for good.
 
     Nothing has been decoded yet: the sync handle is lazy, and the async one's task has not had its first turn.
     """
-    for name in ("_stdout_decoder", "_stderr_decoder", "_events"):
+    for name in ("_stdout_decoder", "_stderr_decoder", "_events", *more):
         if not hasattr(handle, name):
             raise BackendError(f"this version of e2b has no {name} on its command handle: upgrade managed-e2b")
     handle._stdout_decoder = _Latin1()

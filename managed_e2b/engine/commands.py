@@ -33,6 +33,9 @@ DEFAULT_TIMEOUT = 60.0
 KILL_OPENING = 10.0
 """Seconds for the sandbox to begin with killing a command: an agent that hangs must not hold a program that exits."""
 
+LOOKS = (0.0, 0.5, 2.0)
+"""Seconds before each look for a command that was given up and is not known to have begun: it may just be starting."""
+
 _INTERPRETERS = {".py": "python3", ".sh": "bash", ".bash": "bash", ".js": "node", ".rb": "ruby", ".pl": "perl"}
 
 # $1: the mark; $2: pids that are known to belong to the command. Kills what has the mark in its environment, and
@@ -157,9 +160,9 @@ async def _kill_all_of(engine: Engine, acquired: Acquired, mark: str, user: str 
 async def end(engine: Engine, sandbox: Any, mark: str, user: str | None, begun: bool) -> None:
     """End a command that nobody waits for any more, with all its children; in the background.
 
-    `begun=False`: it is not known to have started, so it may start a moment after it was looked for.
+    `begun=False`: it is not known to have started, so it is looked for again: it may have started a moment later.
     """
-    for pause in (0.0,) if begun else (0.0, 0.5, 2.0):
+    for pause in (0.0,) if begun else LOOKS:
         await engine.driver.wait(pause)
         try:
             left = await _kill_marked(engine, sandbox, mark, user)
