@@ -35,7 +35,7 @@ def heard() -> Iterator[Callable[[], None]]:
 
 
 async def answer(result: Any) -> Any:
-    """What a call of the SDK of either face returns. Raises what it raises, and any cancellation that came meanwhile."""
+    """What a call of the SDK of either face comes to, or the cancellation that came meanwhile."""
     if not inspect.isawaitable(result):
         return result
     with heard():
