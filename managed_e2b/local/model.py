@@ -64,11 +64,12 @@ SHOWN: Mapping[State, str | None] = {
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What a sandbox was asked to be. `timeout` in seconds."""
+    """What a sandbox was asked to be. `timeout` in seconds; `image` is the runtime's name of its files."""
 
     template_id: str
     alias: str | None
     timeout: int
+    image: str = "base"
     secure: bool = True
     metadata: Mapping[str, str] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -22,7 +22,7 @@ from managed_e2b.local.errors import ApiError, sandbox_not_found
 from managed_e2b.local.expiry import Alarm, Deadlines
 from managed_e2b.local.lifetime import Lifetime
 from managed_e2b.local.model import EnvdFactory, Sandbox, SandboxSpec, State, new_sandbox_id, new_token
-from managed_e2b.local.runtime.base import Guest, GuestGone, Runtime, RuntimeUnavailable
+from managed_e2b.local.runtime.base import Guest, GuestGone, GuestSpec, Runtime, RuntimeUnavailable
 
 log = logging.getLogger(__name__)
 
@@ -115,7 +115,7 @@ class SandboxRegistry:
         self._starting += 1
         self._count()
         try:
-            return await self._runtime.create(sandbox_id, template=spec.template_id)
+            return await self._runtime.create(sandbox_id, GuestSpec(image=spec.image))
         except KeyError as error:
             raise ApiError(404, f"template '{spec.template_id}' not found") from error
         except RuntimeUnavailable as error:

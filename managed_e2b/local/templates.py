@@ -22,6 +22,8 @@ class Template:
     template_id: str
     alias: str
     build_id: str
+    image: str = "base"
+    """The runtime's name of its files."""
     tags: frozenset[str] = frozenset({DEFAULT_TAG})
 
 

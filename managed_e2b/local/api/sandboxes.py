@@ -107,6 +107,7 @@ class SandboxApi:
             template_id=template.template_id,
             alias=template.alias,
             timeout=lifetime.timeout_for_create(body.timeout, default_timeout),
+            image=template.image,
             secure=secure,
             metadata=body.metadata or {},
             env_vars=body.env_vars or {},

@@ -67,6 +67,16 @@ class Exit:
     signal: int | None
 
 
+@dataclass(frozen=True)
+class GuestSpec:
+    """What a sandbox is made of and with. `image`: the name of its files, see `Guest.commit`."""
+
+    image: str = "base"
+
+
+PLAIN = GuestSpec()
+
+
 class GuestProcess(Protocol):
     """A process inside a sandbox. The descriptors are ours, non-blocking; `close()` closes those still open."""
 
@@ -151,6 +161,14 @@ class Guest(Protocol):
 
     async def thaw(self) -> None: ...
 
+    async def commit(self, image: str) -> None:
+        """Keep its files, as they are now, as a new image. Its processes stand still meanwhile, and go on.
+
+        The layers below are shared. Raises GuestGone, GuestError (no space, EOPNOTSUPP where files are kept in a
+        memory of its own, EMLINK when it is made of too many layers already), and ValueError for a name that is taken.
+        """
+        ...
+
     async def usage(self) -> Usage: ...
 
     async def kill(self) -> None:
@@ -163,8 +181,12 @@ class Runtime(Protocol):
         """Make ready; remove what an earlier server left. Raises RuntimeUnavailable."""
         ...
 
-    async def create(self, sandbox_id: str, *, template: str = "base") -> Guest:
-        """A new sandbox of a template, ready for commands. Raises RuntimeUnavailable and KeyError(template)."""
+    async def create(self, sandbox_id: str, spec: GuestSpec = PLAIN) -> Guest:
+        """A new sandbox, ready for commands. Raises RuntimeUnavailable, and KeyError for an unknown image."""
+        ...
+
+    async def remove_image(self, image: str) -> None:
+        """Forget an image. Its files go when no sandbox is made of them any more. Raises KeyError."""
         ...
 
     async def failed(self) -> RuntimeUnavailable:

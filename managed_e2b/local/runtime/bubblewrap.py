@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import functools
 import logging
 import os
 import re
@@ -12,16 +13,17 @@ import resource
 import shutil
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from managed_e2b.local.runtime import bwrap, channel, doctor, idmap, storage
-from managed_e2b.local.runtime.base import Exit, GuestGone, RuntimeUnavailable
+from managed_e2b.local.runtime.base import PLAIN, Exit, GuestError, GuestGone, GuestSpec, RuntimeUnavailable
 from managed_e2b.local.runtime.deaths import MOST, WINDOW, Deaths
 from managed_e2b.local.runtime.guest import BubblewrapGuest
 from managed_e2b.local.runtime.idmap import IdMap
+from managed_e2b.local.runtime.images import BASE, LAYERS, MAX_LAYERS, Image, Images
 from managed_e2b.local.runtime.layers import Layout
 from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
 from managed_e2b.local.runtime.storage import Home
@@ -51,8 +53,7 @@ class BubblewrapRuntime:
         self._reason = "the runtime is not started"
         self._home: Home | None = None
         self._view = ""  # our home as the spawner sees it
-        self._root: list[str] = []  # layers, as `Layout` has them
-        self._usr: list[str] = []
+        self._images = Images()
         self._overlay = True
         self._program = ""
         self._python: str | None = None
@@ -183,11 +184,12 @@ class BubblewrapRuntime:
             directory=f"{self._view}/guests",
             kept=f"{os.path.dirname(self._view)}/{kept.name}",
             scratch=f"{self._view}/new",
+            layers=f"{self._view}/{LAYERS}",
             home=f"{self._view}/home",
             facts={"one_id": not self._ids.full, "python": self._python, "made_by": storage.made_by(self._ids)},
         )
         layers = f"../{kept.name}/{built.value['name']}"
-        self._root, self._usr = ["home", f"{layers}/root"], [f"{layers}/usr"]
+        self._images.add(BASE, Image(("home", f"{layers}/root"), (f"{layers}/usr",)))
         home.retire(kept, built.value["name"])
         for line in built.value["missing"]:
             _log.warning("sandboxes lack %s", line)
@@ -214,13 +216,13 @@ class BubblewrapRuntime:
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
-    async def create(self, sandbox_id: str, *, template: str = "base") -> BubblewrapGuest:
-        if template != "base":
-            raise KeyError(template)
+    async def create(self, sandbox_id: str, spec: GuestSpec = PLAIN) -> BubblewrapGuest:
         if not _SANDBOX_ID.fullmatch(sandbox_id) or sandbox_id in self._guests or sandbox_id in self._launching:
             raise ValueError(f"not a new sandbox id: {sandbox_id!r}")
         self.spawner_link  # noqa: B018 - raises: not started, or failed
-        launching = asyncio.create_task(self._launch_surely(sandbox_id))
+        image = self._images.get(spec.image)
+        self._images.hold(image)
+        launching = asyncio.create_task(self._launch_surely(sandbox_id, image))
         self._launching[sandbox_id] = launching
         launching.add_done_callback(lambda _: self._launching.pop(sandbox_id, None))
         try:
@@ -229,23 +231,27 @@ class BubblewrapRuntime:
             launching.add_done_callback(self._kill_unwanted)
             raise
 
-    async def _launch_surely(self, sandbox_id: str) -> BubblewrapGuest:
+    async def _launch_surely(self, sandbox_id: str, image: Image) -> BubblewrapGuest:
         """A spawner that dies under it costs a new sandbox only time."""
-        spawner = await self._living_spawner()
         try:
-            return await self._launch(spawner, sandbox_id)
-        except GuestGone:
             spawner = await self._living_spawner()
-        try:
-            await self._remove_remains(spawner, sandbox_id)
-            return await self._launch(spawner, sandbox_id)
-        except GuestGone as error:
-            raise RuntimeUnavailable("the process that makes sandboxes died") from error
+            try:
+                return await self._launch(spawner, sandbox_id, image)
+            except GuestGone:
+                spawner = await self._living_spawner()
+            try:
+                await self._remove_remains(spawner, sandbox_id)
+                return await self._launch(spawner, sandbox_id, image)
+            except GuestGone as error:
+                raise RuntimeUnavailable("the process that makes sandboxes died") from error
+        except BaseException:
+            self._discard(self._images.drop(image))
+            raise
 
-    async def _launch(self, spawner: SpawnerLink, sandbox_id: str) -> BubblewrapGuest:
-        layout = Layout(self._view, sandbox_id, self._root, self._usr, memory=not self._overlay)
+    async def _launch(self, spawner: SpawnerLink, sandbox_id: str, image: Image) -> BubblewrapGuest:
+        layout = Layout(self._view, sandbox_id, image.root, image.usr, memory=not self._overlay)
         directory = f"{self._view}/{layout.top}"
-        binds = bwrap.host_binds(self._python)
+        binds = bwrap.host_binds(self._python) if image.usr is not None else []
         argv = bwrap.arguments(self._program, layout.merged_root, layout.merged_usr, binds)
         try:
             async with asyncio.timeout(_LAUNCH_SECONDS):
@@ -263,7 +269,8 @@ class BubblewrapRuntime:
             reply.value["pid"],
             reply.fds,
             self._expect_exit,
-            self._forget,
+            functools.partial(self._commit, image),
+            functools.partial(self._forget, image),
         )
         self._guests[sandbox_id] = guest
         return guest
@@ -279,8 +286,43 @@ class BubblewrapRuntime:
         task.add_done_callback(self._chores.discard)
         return task
 
-    def _forget(self, guest: BubblewrapGuest) -> None:
+    def _forget(self, image: Image, guest: BubblewrapGuest) -> None:
         self._guests.pop(guest.sandbox_id, None)
+        self._discard(self._images.drop(image))
+
+    # -- images ------------------------------------------------------------------------------------------------------
+
+    async def _commit(self, below: Image, name: str, guest: BubblewrapGuest, changes: Sequence[str]) -> None:
+        """`Guest.commit`, once its processes stand still."""
+        if name in self._images:
+            raise ValueError(f"there is an image {name!r}")
+        if not changes:
+            raise GuestError(errno.EOPNOTSUPP, "its files are kept in a memory of its own: no place here can hold more")
+        if len(below.root) >= MAX_LAYERS:
+            raise GuestError(errno.EMLINK, f"it is made of {MAX_LAYERS} layers already")
+        layer = self._images.new_layer()
+        try:
+            await self.spawner_link.call("keep", directories=list(changes), layer=f"{self._view}/{layer}")
+            self._images.add(name, below.on_top(layer))
+        except BaseException:
+            self._discard([layer])
+            raise
+
+    async def remove_image(self, image: str) -> None:
+        await self._remove_layers(self._images.remove(image))
+
+    def _discard(self, layers: Sequence[str]) -> None:
+        if layers:
+            self._do(self._remove_layers(layers))
+
+    async def _remove_layers(self, layers: Sequence[str]) -> None:
+        for layer in layers:
+            try:
+                await self.spawner_link.call("remove", directory=f"{self._view}/{layer}")
+            except (GuestGone, RuntimeUnavailable):
+                return  # removed with all that is ours, at the end
+            except OperationFailed as error:
+                _log.warning("cannot remove %s: %s", layer, error.message)
 
     def _expect_exit(self, job: int) -> asyncio.Future[Exit]:
         future: asyncio.Future[Exit] = asyncio.get_running_loop().create_future()

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from managed_e2b.local.runtime import standins
-from managed_e2b.local.runtime.launch import INFO_FD, LIFE_FD, READY_FD
+from managed_e2b.local.runtime.launch import BOOT_ID_FD, INFO_FD, LIFE_FD, READY_FD
 
 MINIMUM_VERSION = (0, 11)
 
@@ -23,17 +23,21 @@ _INIT = (
 )
 # More than root inside has, so that root may not trace it.
 _INIT_CAPABILITY = "CAP_SYS_PTRACE"
+_BOOT_ID = "/proc/sys/kernel/random/boot_id"  # a start of a sandbox is a boot, as in a virtual machine
 _SHM_BYTES = 256 * 1024 * 1024
 
 
-def arguments(program: str, root: str, usr: str, binds: Sequence[tuple[str, str]] = ()) -> list[str]:
-    """`root` and `usr`: what the sandbox has there, writable. `binds`: (path on the host, path inside), read-only."""
+def arguments(program: str, root: str, usr: str | None, binds: Sequence[tuple[str, str]] = ()) -> list[str]:
+    """`root` and `usr`: what the sandbox has there, writable; None: its root has a /usr. `binds`: (path on the host,
+    path inside), read-only.
+    """
     argv = [program, "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try"]
     argv += ["--hostname", standins.HOSTNAME, "--die-with-parent", "--as-pid-1", "--info-fd", str(INFO_FD)]
-    argv += ["--bind", root, "/", "--bind", usr, "/usr"]
+    argv += ["--bind", root, "/"] + (["--bind", usr, "/usr"] if usr is not None else [])
     for source, target in binds:
         argv += ["--ro-bind", source, target]
-    argv += ["--proc", "/proc", "--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]
+    argv += ["--proc", "/proc", "--perms", "0444", "--ro-bind-data", str(BOOT_ID_FD), _BOOT_ID]
+    argv += ["--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]
     argv += ["--clearenv", "--setenv", "PATH", standins.PATH, "--chdir", "/"]
     argv += ["--cap-drop", "ALL", "--cap-add", _INIT_CAPABILITY]
     return [*argv, "--", "/bin/bash", "-c", _INIT, "init"]

@@ -10,7 +10,7 @@ import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, NoReturn
 
 from managed_e2b.local.runtime import channel
@@ -33,6 +33,7 @@ class BubblewrapGuest:
         host_pid: int,
         fds: Sequence[int],
         expect_exit: Callable[[int], asyncio.Future[Exit]],
+        keep: Callable[[str, BubblewrapGuest, Sequence[str]], Awaitable[None]],
         on_buried: Callable[[BubblewrapGuest], None],
     ) -> None:
         self.sandbox_id = sandbox_id
@@ -42,6 +43,8 @@ class BubblewrapGuest:
         self._private = list(private)
         self._spawner = spawner
         self._expect_exit = expect_exit
+        self._keep = keep
+        self._frozen = False
         self._on_buried = on_buried
         self._pidfd, self._life, agent_socket, self._agent_pidfd = fds
         self._agent = Link(socket.socket(fileno=agent_socket), on_end=self._on_agent_end)
@@ -150,9 +153,25 @@ class BubblewrapGuest:
 
     async def freeze(self) -> None:
         await self._ask("signal_all", signal=int(signal.SIGSTOP))
+        self._frozen = True
 
     async def thaw(self) -> None:
         await self._ask("signal_all", signal=int(signal.SIGCONT))
+        self._frozen = False
+
+    async def commit(self, image: str) -> None:
+        await asyncio.shield(self._background(self._commit(image)))  # what stands still must go on again
+
+    async def _commit(self, image: str) -> None:
+        frozen = self._frozen
+        if not frozen:
+            await self.freeze()
+        try:
+            await self._keep(image, self, self._private)
+        finally:
+            if not frozen:
+                with contextlib.suppress(GuestGone):
+                    await self.thaw()
 
     async def usage(self) -> Usage:
         """CPU is the mean since the call before. Memory counts pages that processes share once for each."""

@@ -22,6 +22,7 @@ from managed_e2b.local.runtime.userns import MapSpec, enter_new
 LIFE_FD = 10
 READY_FD = 11
 INFO_FD = 12
+BOOT_ID_FD = 13
 READY = b"ready\n"
 
 _MAX_TEXT = 4000
@@ -57,6 +58,8 @@ def _exec_bubblewrap(layout: Layout, argv: Sequence[str], parent: int) -> NoRetu
     linux.die_with_parent(signal.SIGKILL)  # after the change of ids, which clears it
     if os.getppid() != parent:
         os._exit(1)
+    with children.step("boot id"):
+        _offer(BOOT_ID_FD, _boot_id())
     with children.step("exec bwrap"):
         os.execve(argv[0], list(argv), {})
 
@@ -70,6 +73,25 @@ def _arrange(pipes: LaunchPipes) -> None:
     for target, fd in high.items():
         os.dup2(fd, target, inheritable=True)
     children.keep_only([LIFE_FD, READY_FD, INFO_FD])
+
+
+def _offer(number: int, text: bytes) -> None:
+    """A descriptor of that number from which a text, shorter than a pipe, can be read."""
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    os.write(writer, text)
+    os.close(writer)
+    if reader != number:
+        os.dup2(reader, number, inheritable=True)
+        os.close(reader)
+    os.set_inheritable(number, True)
+
+
+def _boot_id() -> bytes:
+    """A random UUID, as the kernel makes one for each boot."""
+    digits = bytearray(os.urandom(16))
+    digits[6], digits[8] = digits[6] & 0x0F | 0x40, digits[8] & 0x3F | 0x80
+    text = digits.hex()
+    return f"{text[:8]}-{text[8:12]}-{text[12:16]}-{text[16:20]}-{text[20:]}\n".encode()
 
 
 def _duplicate_above(fd: int, lowest: int) -> int:

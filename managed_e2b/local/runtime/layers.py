@@ -17,12 +17,14 @@ from managed_e2b.local.runtime import children, linux
 
 @dataclass(frozen=True)
 class Layout:
-    """Paths are relative to `home`, lower layers topmost first. `memory`: changes are kept in a tmpfs of its own."""
+    """Paths are relative to `home`, lower layers topmost first. `usr`: what lies over the host's /usr; None: the root
+    has its own. `memory`: changes are kept in a tmpfs of its own.
+    """
 
     home: str
     sandbox: str
     root: Sequence[str]
-    usr: Sequence[str]
+    usr: Sequence[str] | None
     memory: bool
 
     @property
@@ -36,13 +38,18 @@ class Layout:
         return f"{self.home}/{self.top}/root-merged"
 
     @property
-    def merged_usr(self) -> str:
-        return f"{self.home}/{self.top}/usr-merged"
+    def merged_usr(self) -> str | None:
+        return None if self.usr is None else f"{self.home}/{self.top}/usr-merged"
+
+    @property
+    def overlays(self) -> list[tuple[str, list[str]]]:
+        """The name and the lower layers of each."""
+        return [("root", [*self.root])] + ([] if self.usr is None else [("usr", [*self.usr, "/usr"])])
 
     @property
     def changes(self) -> list[str]:
         """Directories of the host that hold what the sandbox changed."""
-        return [] if self.memory else [f"{self.home}/{self.top}/{name}" for name in ("root", "usr")]
+        return [] if self.memory else [f"{self.home}/{self.top}/{name}" for name, _ in self.overlays]
 
 
 def options(lower: Sequence[str], upper: str) -> str:
@@ -60,7 +67,7 @@ def mount(layout: Layout) -> None:
         linux.mount("none", "/", None, linux.MS_REC | linux.MS_PRIVATE)
         if layout.memory:
             linux.mount("me2b", layout.top, "tmpfs", linux.MS_NOSUID | linux.MS_NODEV, "mode=755")
-        for name, lower in (("root", layout.root), ("usr", [*layout.usr, "/usr"])):
+        for name, lower in layout.overlays:
             upper = f"{layout.top}/{name}"
             for directory in (upper, f"{upper}-work", f"{upper}-merged"):
                 os.mkdir(directory)

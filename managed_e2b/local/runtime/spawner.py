@@ -14,7 +14,7 @@ served.
 | configure | uids, gids, via, helpers, owners | |
 | view | directory | a path by which the sandboxes' ids can reach it |
 | check_overlay | directory (made) | whether it can hold the upper layer of an overlay (`upkeep.try_overlay`) |
-| build | directory (made), kept, scratch, home, facts | the layers of a template (`base_template.provide`) |
+| build | directory (made), layers (made), kept, scratch, home, facts | the layers of `base` (`base_template.provide`) |
 | empty | directory | |
 | launch | sandbox, argv, layout (`layers.Layout`) | host pid; pidfd, life pipe, agent's socket, agent's pidfd |
 | spawn | sandbox, argv, env, cwd, uid, gid, groups, stdin, pty | pid, child, stdio; pidfd, marker, stdio descriptors |
@@ -23,6 +23,8 @@ served.
 | signal_all | sandbox, signal | |
 | dial | sandbox, port | ; a connected socket |
 | usage | sandbox, directories | see `look.usage` |
+| keep | directories, layer (made) | copies of them, by their last names, in `layer` |
+| remove | directory | |
 | bury | sandbox, directory | once nothing of it runs, its directory is removed |
 
 Events: `{"event": "exit", "job": id of the spawn request, "code": …, "signal": …}`.
@@ -212,12 +214,13 @@ class Spawner:
         self._maintain(request, lambda: upkeep.try_overlay(directory))
 
     def _build(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        directory, kept, scratch, home, facts = (
-            args[name] for name in ("directory", "kept", "scratch", "home", "facts")
+        directory, layers, kept, scratch, home, facts = (
+            args[name] for name in ("directory", "layers", "kept", "scratch", "home", "facts")
         )
 
         def build() -> dict[str, Any]:
-            os.mkdir(directory, 0o755)
+            for path in (directory, layers):
+                os.mkdir(path, 0o755)
             return base_template.provide(kept, scratch, home, facts)
 
         self._maintain(request, build)
@@ -368,6 +371,14 @@ class Spawner:
         directories = list(args["directories"])
         self._visit(request, args["sandbox"], linux.CLONE_NEWUSER, lambda pidfd: look.usage(pidfd, directories))
 
+    def _keep(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directories, layer = list(args["directories"]), args["layer"]
+        self._maintain(request, lambda: upkeep.keep(directories, layer))
+
+    def _remove(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directory = args["directory"]
+        self._maintain(request, lambda: upkeep.remove_tree(directory))
+
     def _bury(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         name, directory = args["sandbox"], args["directory"]
         sandbox = self._sandboxes.get(name)
@@ -397,6 +408,8 @@ class Spawner:
         "signal_all": _signal_all,
         "dial": _dial,
         "usage": _usage,
+        "keep": _keep,
+        "remove": _remove,
         "bury": _bury,
     }
 

@@ -9,12 +9,14 @@ import errno
 import json
 import os
 import socket
+from collections.abc import Sequence
 from typing import Any
 
 from managed_e2b.local.runtime import channel, children, layers, linux
 from managed_e2b.local.runtime.children import StepError
 from managed_e2b.local.runtime.userns import MapSpec, enter_new
 
+_MAX_TEXT = 4000
 _VIEWPOINTS = ("/mnt", "/media", "/srv", "/tmp")
 
 
@@ -77,6 +79,29 @@ def try_overlay(directory: str) -> dict[str, Any]:
     except OSError as error:
         return {"ok": True, "detail": f"no user xattrs: {error.strerror}", "xattrs": False}
     return {"ok": True, "detail": "", "xattrs": True}
+
+
+def keep(directories: Sequence[str], layer: str) -> None:
+    """Copy directories, by their last names, into a new one, as an overlay's layer: with whatever tells of removals.
+
+    For a fork. The copy is `cp`'s: it knows holes, links, and how to share blocks where the filesystem can.
+    """
+    os.mkdir(layer, 0o755)
+    report, output = os.pipe2(os.O_CLOEXEC)
+    pid = os.posix_spawnp(
+        "cp",
+        ["cp", "-a", "--reflink=auto", "--", *directories, layer],
+        {"PATH": os.defpath, "LC_ALL": "C"},
+        file_actions=[(os.POSIX_SPAWN_DUP2, output, 2)],
+    )
+    os.close(output)
+    with open(report, "rb") as told:
+        text = told.read(_MAX_TEXT).decode("utf-8", "replace")
+        told.read()  # to the end: it must not wait for us
+    _, status = os.waitpid(pid, 0)
+    if status:
+        number = errno.ENOSPC if "No space left" in text else errno.EIO
+        raise OSError(number, next(iter(text.strip().splitlines()), "cp failed"))
 
 
 def remove_tree(top: str) -> None:

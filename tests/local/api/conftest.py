@@ -22,7 +22,17 @@ from starlette.types import Receive, Scope, Send
 
 from managed_e2b.local.clock import Instant
 from managed_e2b.local.envd.context import EnvdContext
-from managed_e2b.local.runtime.base import Command, GuestError, GuestProcess, Reply, RuntimeUnavailable, Usage, User
+from managed_e2b.local.runtime.base import (
+    PLAIN,
+    Command,
+    GuestError,
+    GuestProcess,
+    GuestSpec,
+    Reply,
+    RuntimeUnavailable,
+    Usage,
+    User,
+)
 from managed_e2b.local.server import LocalServer
 
 API_KEY = "e2b_" + "0" * 40
@@ -74,6 +84,9 @@ class FakeGuest:
     async def thaw(self) -> None:
         self.frozen = False
 
+    async def commit(self, image: str) -> None:
+        raise AssertionError("no files here")
+
     async def usage(self) -> Usage:
         return Usage(2, 12.5, 1000, 2000, 0, 3000, 4000)
 
@@ -103,7 +116,7 @@ class FakeRuntime:
         await self.failure.wait()
         return RuntimeUnavailable("the runtime failed")
 
-    async def create(self, sandbox_id: str, *, template: str = "base") -> FakeGuest:
+    async def create(self, sandbox_id: str, spec: GuestSpec = PLAIN) -> FakeGuest:
         self.creating.set()
         await self.create_gate.wait()
         if self.create_error is not None:
@@ -111,6 +124,9 @@ class FakeRuntime:
         guest = FakeGuest(sandbox_id)
         self.guests.append(guest)
         return guest
+
+    async def remove_image(self, image: str) -> None:
+        raise KeyError(image)
 
     async def close(self) -> None:
         self.closed = True

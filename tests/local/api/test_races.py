@@ -33,10 +33,10 @@ async def test_random_clients(world, seed):
     runtime, clock = world.runtime, world.clock
     create = runtime.create
 
-    async def slow_create(sandbox_id, *, template="base"):
+    async def slow_create(sandbox_id, spec):
         for _ in range(dice.randrange(6)):
             await asyncio.sleep(0)
-        guest = await create(sandbox_id, template=template)
+        guest = await create(sandbox_id, spec)
         slow_down(guest, dice)
         return guest
 

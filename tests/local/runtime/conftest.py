@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from managed_e2b.local.runtime.base import RuntimeUnavailable
+from managed_e2b.local.runtime.base import PLAIN, GuestSpec, RuntimeUnavailable
 from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 from managed_e2b.local.runtime.guest import BubblewrapGuest
 
@@ -42,11 +42,11 @@ async def runtime(data_dir: Path) -> AsyncIterator[BubblewrapRuntime]:
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def make_box(runtime: BubblewrapRuntime) -> AsyncIterator[Callable[[], Awaitable[Box]]]:
+async def make_box(runtime: BubblewrapRuntime) -> AsyncIterator[Callable[..., Awaitable[Box]]]:
     made: list[BubblewrapGuest] = []
 
-    async def make() -> Box:
-        guest = await runtime.create(f"t{secrets.token_hex(6)}")
+    async def make(spec: GuestSpec = PLAIN) -> Box:
+        guest = await runtime.create(f"t{secrets.token_hex(6)}", spec)
         made.append(guest)
         return Box(guest, runtime)
 
@@ -56,7 +56,7 @@ async def make_box(runtime: BubblewrapRuntime) -> AsyncIterator[Callable[[], Awa
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def box(make_box: Callable[[], Awaitable[Box]]) -> Box:
+async def box(make_box: Callable[..., Awaitable[Box]]) -> Box:
     return await make_box()
 
 

@@ -72,7 +72,8 @@ def test_the_longest_range_of_a_user_is_taken() -> None:
 def test_bubblewrap_gets_namespaces_mounts_and_no_capability_but_one() -> None:
     argv = bwrap.arguments("bwrap", "/m/root", "/m/usr", [("/bin", "/bin")])
     text = " ".join(argv)
-    assert "--bind /m/root / --bind /m/usr /usr --ro-bind /bin /bin --proc /proc --dev /dev" in text
+    assert "--bind /m/root / --bind /m/usr /usr --ro-bind /bin /bin --proc /proc --perms 0444 --ro-bind-data" in text
+    assert "/usr" not in bwrap.arguments("bwrap", "/m/root", None)
     for wanted in ("pid", "ipc", "uts", "net"):
         assert f"--unshare-{wanted}" in argv
     assert "--die-with-parent" in argv

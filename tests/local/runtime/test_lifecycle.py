@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from managed_e2b.local.runtime import storage
-from managed_e2b.local.runtime.base import GuestGone, RuntimeUnavailable
+from managed_e2b.local.runtime.base import GuestGone, GuestSpec, RuntimeUnavailable
 from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 from managed_e2b.local.runtime.deaths import MOST
 from managed_e2b.local.runtime.link import OperationFailed
@@ -129,9 +129,9 @@ async def test_a_launch_that_fails_leaves_nothing(runtime: BubblewrapRuntime, mo
     await (await runtime.create("broken")).kill()  # the name is free again
 
 
-async def test_unknown_templates_and_bad_ids(runtime: BubblewrapRuntime) -> None:
+async def test_unknown_images_and_bad_ids(runtime: BubblewrapRuntime) -> None:
     with pytest.raises(KeyError):
-        await runtime.create("x", template="no-such-template")
+        await runtime.create("x", GuestSpec("no-such-image"))
     for name in ("", "../up", "a/b", "-x", "x" * 100):
         with pytest.raises(ValueError, match="sandbox id"):
             await runtime.create(name)
