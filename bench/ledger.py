@@ -33,7 +33,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
-from sqlalchemy.exc import DBAPIError
 
 from managed_e2b import LedgerError, SandboxLifecycle
 from managed_e2b.engine import host
@@ -79,8 +78,8 @@ class Taken:
         began = time.perf_counter()
         try:
             return function(*args, **kwargs)
-        except DBAPIError as error:
-            self.errors[str(error.orig)] += 1
+        except LedgerError as error:
+            self.errors[str(error)] += 1
             return None
         finally:
             self.seconds[name].append(time.perf_counter() - began)

@@ -2,7 +2,7 @@
 
     Me2bError
     ├── ConfigError                no key and no backend, a bad endpoint, a bad .env (also a ValueError)
-    │   └── LedgerError            the ledger cannot be opened or is not one
+    │   └── LedgerError            the ledger cannot be opened, or fails while it is in use
     ├── ValidationError            an argument is wrong; nothing was sent anywhere (also a ValueError)
     ├── StateTransitionError       an operation that the sandbox's state does not allow
     ├── AcquireTimeoutError        no slot came free within `acquire_timeout` (also a TimeoutError)
@@ -53,7 +53,9 @@ class ConfigError(Me2bError, ValueError):
 
 
 class LedgerError(ConfigError):
-    """The ledger cannot be opened: missing directory, not a ledger, newer than this code, or not reachable."""
+    """The ledger cannot be opened (missing directory, not a ledger, newer than this code, not reachable), or fails
+    while it is in use (a full disk, a file that was replaced, a database that is gone); the `__cause__` tells more.
+    """
 
 
 class ValidationError(Me2bError, ValueError):

@@ -19,8 +19,6 @@ import weakref
 from types import FrameType
 from typing import Protocol
 
-from sqlalchemy.exc import SQLAlchemyError
-
 from .errors import Me2bError
 
 logger = logging.getLogger("managed_e2b")
@@ -113,7 +111,7 @@ class Exits:
         for lifecycle in lifecycles:
             try:
                 lifecycle.end(max(0.0, deadline - time.monotonic()))
-            except (Me2bError, SQLAlchemyError, OSError) as error:
+            except (Me2bError, OSError) as error:
                 logger.warning("at the end of the program: %s", error)
 
 

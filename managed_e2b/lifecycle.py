@@ -30,7 +30,7 @@ from .engine.patience import Hold
 from .engine.reap import Bounds, reap
 from .engine.reconcile import reconcile
 from .engine.release import release
-from .errors import ConfigError, Me2bError, SandboxLeakError, StateTransitionError
+from .errors import ConfigError, LedgerError, Me2bError, SandboxLeakError, StateTransitionError
 from .exits import exits
 from .handle import AsyncSandboxHandle, SandboxHandle
 from .ledger import Ledger, location, open_engine
@@ -142,6 +142,7 @@ class _Lifecycle:
                 abandoned=self._cleaner.abandoned,
                 began=self._cleaner.began,
                 unidentified=self._cleaner.unidentified,
+                made=self._cleaner.made,
             )
             self._book.open_owner(
                 owner,
@@ -261,16 +262,23 @@ class _Lifecycle:
             self._closed = True
         deadline = time.monotonic() + timeout
         left: tuple[SandboxRecord, ...] = ()
+        is_told = False
         try:
             self._keeper.stop(0.0)  # it is asked to; what it is doing goes on beside the rest
             self._end_all(deadline)
             self._engine.driver.join(max(0.0, deadline - time.monotonic()))
             self._keeper.stop(max(0.0, deadline - time.monotonic()))
             left = tuple(self._open_rows())  # whoever of these has ended them
+            self._book.close_owner(self._engine.owner)
+            is_told = True
+        except LedgerError as error:
+            if living := [made.sandbox_id for made in self._engine.made.values() if not made.is_dead]:
+                error.add_note(f"not proved dead: {', '.join(living)}; at the latest their lease ends them")
+            raise
         finally:
             try:
-                self._book.close_owner(self._engine.owner)
-                companion.dismiss(self._engine.owner, left_something=bool(left))
+                # A goodbye that the ledger has not taken is for the watchdog to deliver.
+                companion.dismiss(self._engine.owner, left_something=bool(left) or not is_told)
             finally:
                 close_backend(self._backend)
                 self._book.close()
@@ -296,8 +304,12 @@ class _Lifecycle:
         """End every open row, and wait for that until the deadline."""
         patience = max(1.0, deadline - time.monotonic())
         background = Background()  # all at once: one that hangs must not cost the others their turn
-        for row in self._open_rows():
-            background.start(self._clean_in_turn, row.ticket, "shutdown", patience=patience)
+        try:
+            tickets = [row.ticket for row in self._open_rows()]
+        except LedgerError:  # `_shutdown` raises it, when this is done
+            tickets = list(self._engine.made)
+        for ticket in tickets:
+            background.start(self._clean_in_turn, ticket, "shutdown", patience=patience)
         background.join(patience)
 
 

@@ -13,7 +13,7 @@ import typer
 
 from managed_e2b.cli.options import DEFAULT_DB, ApiUrl, AsJson, Backend, Db
 from managed_e2b.cli.output import console, duration, message, print_json, table
-from managed_e2b.errors import BackendError, ValidationError
+from managed_e2b.errors import BackendError, LedgerError, ValidationError
 
 if TYPE_CHECKING:
     from managed_e2b.models import ReapReport
@@ -91,13 +91,11 @@ def reap(
 
 def _watch(lifecycle: Any, options: dict[str, Any], seconds: float, *, as_json: bool) -> None:
     """Pass after pass. An endpoint or a ledger that fails for a while is told, and tried again; Ctrl-C ends it."""
-    from sqlalchemy.exc import DBAPIError
-
     try:
         while True:
             try:
                 _show(lifecycle.reap(**options), as_json=as_json, is_one_of_many=True)
-            except (BackendError, DBAPIError) as error:
+            except (BackendError, LedgerError) as error:
                 message(f"{' '.join(str(error).split())}; trying again in {duration(seconds)}")
             sys.stdout.flush()
             time.sleep(seconds)

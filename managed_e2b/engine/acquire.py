@@ -16,6 +16,7 @@ from typing import Any
 from ..errors import (
     AcquireTimeoutError,
     BackendError,
+    LedgerError,
     PrewarmError,
     RateLimitedError,
     SandboxCreateError,
@@ -25,7 +26,7 @@ from ..models import AcquireRequest
 from ..rules import failures, leases, limits
 from . import host
 from .adoption import adopt
-from .base import OWNER, TICKET, Acquired, Engine, Scope
+from .base import OWNER, TICKET, Acquired, Engine, Made, Scope
 from .listing import lookup
 from .waiting import Waiting
 
@@ -71,9 +72,18 @@ async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> 
         engine.began.pop(scope.ticket, None)
         engine.unidentified.pop(scope.ticket, None)
         if reason is not None and engine.is_ours():
-            ended = await engine.driver.finish(
-                engine.clean, scope.ticket, reason, sent=attempt.sent, made=attempt.made, identify=reason == "released"
-            )
+            try:
+                ended = await engine.driver.finish(
+                    engine.clean,
+                    scope.ticket,
+                    reason,
+                    sent=attempt.sent,
+                    made=attempt.made,
+                    identify=reason == "released",
+                )
+            except LedgerError:
+                scope.dropped()  # the keeper goes on at once, however long this error keeps the scope
+                raise
             if ended:
                 scope.dropped.detach()  # the keeper need not ask the ledger once more
 
@@ -150,6 +160,7 @@ class _Attempt:
                 continue
             except BackendError as error:
                 sandbox = await self._rescue(error, failures.create_verdict(error), seconds)
+            engine.made[ticket] = Made(sandbox.sandbox_id)
             record = await engine.driver.ledger(
                 engine.book.running, ticket, engine.owner, sandbox.sandbox_id, sent_at=sent_at, remote=seconds
             )

@@ -34,6 +34,15 @@ class Scope:
 
 
 @dataclass
+class Made:
+    """A sandbox that was made here."""
+
+    sandbox_id: str
+    is_dead: bool = False
+    """It is proved dead, and the ledger could not be told."""
+
+
+@dataclass
 class Engine:
     """One lifecycle's engine. `clean` releases a ticket on the blocking driver, whatever the face: see `finish`."""
 
@@ -55,6 +64,9 @@ class Engine:
 
     unidentified: dict[str, tuple[str, int]] = field(default_factory=dict)
     """Sandboxes in use here whose rows do not tell yet what they are: id and looks so far, by ticket."""
+
+    made: dict[str, Made] = field(default_factory=dict)
+    """What was made here and whose row has not ended, by ticket: so it can be ended when the ledger cannot be asked."""
 
     line: Line = field(default_factory=Line)
     calls: Hold = field(default_factory=Hold)

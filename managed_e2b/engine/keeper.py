@@ -14,9 +14,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any
 
-from sqlalchemy.exc import DBAPIError
-
-from ..errors import BackendError
+from ..errors import BackendError, LedgerError
 from ..models import SandboxRecord, State
 from ..rules import leases
 from .base import Engine
@@ -82,7 +80,7 @@ class Keeper:
         """The keeper outlives whatever fails, for a while or once: without it every lease would lapse."""
         try:
             step()
-        except (BackendError, DBAPIError, OSError) as error:
+        except (BackendError, LedgerError, OSError) as error:
             logger.warning("keeper: %s: %s; it will try again", type(error).__name__, error)
         except Exception:
             logger.exception("keeper: an error that nobody expected; it goes on")
@@ -123,13 +121,18 @@ class Keeper:
         engine = self._engine
         if engine.calls.left():
             return  # the endpoint wants to be left alone: what is due stays due
-        # Ours, and what a reap of ours has claimed of dead owners: nobody else goes on with those while we live.
-        claimed = engine.book.records(states_=[State.CLEANING], claimed_by=engine.owner)
-        due = {record.ticket: record.reason or "released" for record in claimed}
+        due: dict[str, str] = {}
+        # Though the ledger fails: what nobody holds any more is ended by its id.
+        self._guarded(lambda: due.update(self._claimed()))
         for _ in range(len(engine.abandoned)):
             due.setdefault(engine.abandoned.popleft(), "abandoned: nobody holds its handle")
         for ticket, reason in due.items():
             self._guarded(functools.partial(self._end, ticket, reason))
+
+    def _claimed(self) -> dict[str, str]:
+        """Ours, and what a reap of ours has claimed of dead owners: nobody else goes on with those while we live."""
+        rows = self._engine.book.records(states_=[State.CLEANING], claimed_by=self._engine.owner)
+        return {record.ticket: record.reason or "released" for record in rows}
 
     def _end(self, ticket: str, reason: str) -> None:
         """One try. What is not proved, or could not even be claimed, is due again at the next tick."""

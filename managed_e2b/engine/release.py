@@ -9,7 +9,7 @@ import logging
 import time
 from collections.abc import Collection
 
-from ..errors import BackendError, RateLimitedError
+from ..errors import BackendError, LedgerError, RateLimitedError
 from ..models import SandboxRecord, State
 from ..rules import failures, leases, states
 from . import identity
@@ -41,11 +41,16 @@ async def release(
 
     `sent=False`: no create of this row ever reached the backend. `made`: the id that a create answered with when the
     row had been ended already, so that it could not be written there; it is ended whosever the row is. `identify`:
-    ask first what it is, if the row does not tell. `dead`: owners whose claims may be taken over.
+    ask first what it is, if the row does not tell. `dead`: owners whose claims may be taken over. Raises LedgerError;
+    what is known here to be its sandbox is killed all the same.
     """
     d, book = engine.driver, engine.book
     deadline = time.monotonic() + (PATIENCE if patience is None else patience)
-    record = await d.ledger(book.claim, ticket, engine.owner, reason, dead=dead)
+    try:
+        record = await d.ledger(book.claim, ticket, engine.owner, reason, dead=dead)
+    except LedgerError:
+        await _end_unclaimed(engine, ticket, deadline)
+        raise
     if record is None:
         current = await d.ledger(book.record, ticket)
         if current is not None and current.state is State.QUEUED:
@@ -54,12 +59,16 @@ async def release(
         is_over = current is None or current.state in states.TERMINAL
         if made is not None:
             await _end_late(engine, ticket, made, deadline, is_over=is_over)
+        if is_over:
+            engine.made.pop(ticket, None)
         return is_over
     refused = record.refused_at is not None
     try:
         if identify:
             await identity.identify(engine, record)
         known = record.sandbox_id or made
+        if known is None and ticket in engine.made:
+            known = engine.made[ticket].sandbox_id  # its id could not be written
         ids = [known] if known else []
         if not ids and sent:
             # After a 429 one look is enough: the endpoint itself has said that it made nothing.
@@ -82,7 +91,9 @@ async def release(
     d.notify()
     if ended is None:  # somebody was faster; theirs is a proof as good as ours
         current = await d.ledger(book.record, ticket)
-        return current is not None and current.state in states.TERMINAL
+        if current is None or current.state not in states.TERMINAL:
+            return False
+    engine.made.pop(ticket, None)
     return True
 
 
@@ -97,6 +108,17 @@ async def _find(engine: Engine, record: SandboxRecord, deadline: float) -> list[
             return found
         await engine.driver.wait(failures.backoff(attempt), record.ticket)
         attempt += 1
+
+
+async def _end_unclaimed(engine: Engine, ticket: str, deadline: float) -> None:
+    """End what was made here for a row that cannot be claimed: the ledger fails, and nobody uses it any more."""
+    found = engine.made.get(ticket)
+    if found is None or found.is_dead:
+        return
+    try:
+        found.is_dead = await _prove_dead(engine, found.sandbox_id, deadline)
+    except BackendError as error:
+        logger.warning("release of %s, without the ledger, is not proved yet: %s", found.sandbox_id, error)
 
 
 async def _end_late(engine: Engine, ticket: str, sandbox_id: str, deadline: float, *, is_over: bool) -> None:

@@ -14,6 +14,7 @@ from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError, OperationalError
 
 from ..errors import LedgerError
+from .failing import cause_of, name_of
 from .forking import close_at_fork, unforked
 
 HEAD = "0003"
@@ -23,8 +24,10 @@ READ_ONLY = "me2b_read_only"
 """Execution option of a connection that only reads: it does not wait for writers."""
 
 BUSY_TIMEOUT = 30.0
-"""Seconds that a writer waits for another's transaction."""
+"""Seconds that a writer waits for another's transaction, and PostgreSQL for a network that swallows what is sent."""
 
+CONNECT_TIMEOUT = 10
+"""Seconds for PostgreSQL to let us in; its URL may say another number (`?connect_timeout=`)."""
 
 _BUSY_PAUSE = (0.0005, 0.006)
 """Seconds between two tries to begin to write: about as long as a few transactions take."""
@@ -88,8 +91,16 @@ def _url(db_path: str | os.PathLike[str]) -> URL:
 
 
 def _postgres(url: URL) -> Engine:
+    # A server that is gone without a word must not hold up a heartbeat, or an exit, for the kernel's fifteen minutes.
+    patience = {"connect_timeout": CONNECT_TIMEOUT, "tcp_user_timeout": int(BUSY_TIMEOUT * 1000)}
     # READ COMMITTED, whatever the server's default: a turn takes its lock first and must see what was committed before.
-    return create_engine(url, pool_pre_ping=True, isolation_level="READ COMMITTED", hide_parameters=True)
+    return create_engine(
+        url,
+        pool_pre_ping=True,
+        isolation_level="READ COMMITTED",
+        hide_parameters=True,
+        connect_args={name: value for name, value in patience.items() if name not in url.query},
+    )
 
 
 def _sqlite(url: URL) -> Engine:
@@ -134,8 +145,8 @@ def _begin_soon(connection: sqlite3.Connection) -> bool:
             try:
                 connection.execute("BEGIN IMMEDIATE")
                 return True
-            except sqlite3.OperationalError as error:
-                if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY:
+            except sqlite3.DatabaseError as error:
+                if getattr(error, "sqlite_errorcode", 0) & 0xFF != sqlite3.SQLITE_BUSY:
                     return False
             if time.monotonic() >= deadline:
                 return False
@@ -158,7 +169,7 @@ def _bring_to_head(engine: Engine, url: URL) -> None:
     known = {script.revision for script in ScriptDirectory.from_config(config).walk_revisions()}
     if version is not None and version not in known:
         raise LedgerError(
-            f"{_name(url)} was written by a newer managed-e2b (schema {version}, this one knows up to {HEAD}): "
+            f"{name_of(url)} was written by a newer managed-e2b (schema {version}, this one knows up to {HEAD}): "
             "upgrade managed-e2b, or give another db_path"
         )
     with engine.begin() as connection:
@@ -178,7 +189,7 @@ def _version(engine: Engine, url: URL) -> str | None:
             return _stored_version(connection)
         ours = url.get_backend_name() == "sqlite" and tables
         if ours or "sandboxes" in tables:
-            raise LedgerError(f"{_name(url)} is a database, but not a managed-e2b ledger: give another db_path")
+            raise LedgerError(f"{name_of(url)} is a database, but not a managed-e2b ledger: give another db_path")
         return None
 
 
@@ -189,13 +200,9 @@ def _stored_version(connection: Any) -> str | None:
     return str(version) if version is not None else None
 
 
-def _name(url: URL) -> str:
-    return url.database or "" if url.get_backend_name() == "sqlite" else url.render_as_string(hide_password=True)
-
-
 def _explain(url: URL, error: Exception) -> str:
-    name = _name(url)
-    cause = str(error.orig) if isinstance(error, DBAPIError) else str(error)
+    name = name_of(url)
+    cause = cause_of(error)
     if "not a database" in cause:
         return f"{name} is not a ledger (not an SQLite database): give another db_path"
     if isinstance(error, OperationalError) and url.get_backend_name() != "sqlite":

@@ -17,6 +17,7 @@ from ..rules import limits
 from ..rules.leases import SECOND
 from . import line, rows
 from . import statements as sql
+from .failing import Place
 from .forking import unforked
 from .opening import READ_ONLY
 from .tables import owners, sandboxes
@@ -37,10 +38,14 @@ def host_clock() -> int:
 
 
 class Ledger:
-    """The ledger's operations, safe to call from any thread and from any number of processes at once."""
+    """The ledger's operations, safe to call from any thread and from any number of processes at once.
+
+    Each raises LedgerError when the database fails: nothing is changed then, or all of what was to be changed.
+    """
 
     def __init__(self, engine: Engine, clock: Clock | None = None) -> None:
         self._engine = engine
+        self._place = Place(engine)
         self._postgres = engine.dialect.name == "postgresql"
         self._clock = clock or (None if self._postgres else host_clock)
 
@@ -52,7 +57,7 @@ class Ledger:
         """The ledger's clock: the database server's on PostgreSQL, this host's on SQLite."""
         if self._clock is not None:
             return self._clock()
-        with self._engine.connect() as connection:
+        with self._place.used(), self._engine.connect() as connection:
             return self._now(connection)
 
     # -- owners ---------------------------------------------------------------------------------------------
@@ -311,12 +316,13 @@ class Ledger:
 
     @contextmanager
     def _write(self) -> Iterator[tuple[Connection, int]]:
-        with unforked(), self._engine.begin() as connection:
+        with self._place.used(), unforked(), self._engine.begin() as connection:
             yield connection, self._now(connection)
 
     @contextmanager
     def _read(self) -> Iterator[Connection]:
-        with unforked(), self._engine.connect().execution_options(**{READ_ONLY: True}) as connection:
+        with self._place.used(), unforked(), self._engine.connect() as connection:
+            connection.execution_options(**{READ_ONLY: True})
             yield connection
 
     def _now(self, connection: Connection) -> int:

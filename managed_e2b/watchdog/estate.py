@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import DBAPIError
 
 from ..drivers import BlockingDriver, Sdk, Wakeup
 from ..drivers import run as _run
@@ -91,7 +90,7 @@ def settle(estate: Estate) -> bool:
                     patience = min(patience, UNFOUND_SECONDS)
             except FileNotFoundError:
                 patience = 0.0
-            except (LedgerError, DBAPIError) as error:
+            except LedgerError as error:
                 logger.warning("the ledger does not answer (%s); it is tried again", type(error).__name__)
             pause = failures.backoff(attempt, base=0.2, cap=10.0)
             if time.monotonic() + pause - started > patience:
@@ -141,7 +140,7 @@ class _Settler:
             return
         try:
             self._engine.book.close_owner(self._engine.owner)
-        except DBAPIError:
+        except LedgerError:
             logger.warning("the ledger did not take the watchdog's goodbye; it will be seen to be dead")
         self._engine.book.close()
 

@@ -11,9 +11,8 @@ from typing import Any
 
 import e2b
 import pytest
-from sqlalchemy.exc import OperationalError
 
-from managed_e2b import BackendError, Reaped, ReapReport
+from managed_e2b import BackendError, LedgerError, Reaped, ReapReport
 from managed_e2b.cli.reap import _watch
 from managed_e2b.testing import Chaos
 from managed_e2b.testing.server import TestServer
@@ -155,7 +154,7 @@ def test_watching_reaps_what_dies_later_until_it_is_interrupted(connected: Any, 
 
 def test_watching_outlives_an_endpoint_and_a_ledger_that_fail(capsys: pytest.CaptureFixture[str]) -> None:
     item = Reaped("t", "igone", "o", "cleaned", "its owner is dead")
-    answers = iter([BackendError("503"), OperationalError("claim", {}, Exception("locked")), ReapReport((item,))])
+    answers = iter([BackendError("503"), LedgerError("locked"), ReapReport((item,))])
 
     class Lifecycle:
         def reap(self, **options: Any) -> ReapReport:

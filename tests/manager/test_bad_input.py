@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy.exc import OperationalError
 
 from managed_e2b import (
     AcquireRequest,
@@ -157,10 +156,10 @@ async def test_the_key_is_in_no_file_of_the_ledger(face: Face, server: Any) -> N
 
 def test_an_opening_that_fails_leaves_no_local_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_args: Any) -> None:
-        raise OperationalError("INSERT", {}, Exception("disk full"))
+        raise LedgerError("disk full")
 
     monkeypatch.setattr(Ledger, "open_owner", refuse)
-    with pytest.raises(OperationalError):
+    with pytest.raises(LedgerError):
         SandboxLifecycle(tmp_path / "x.db", backend="local")
     assert backend._local_server._server is None
 

@@ -6,10 +6,10 @@ import threading
 from typing import Any
 
 import pytest
-from sqlalchemy.exc import OperationalError
 
 from managed_e2b import (
     BackendError,
+    LedgerError,
     SandboxCreateError,
     SandboxLeakError,
     SandboxLifecycle,
@@ -213,11 +213,11 @@ async def test_a_release_that_the_ledger_refused_is_gone_on_with(face: Face, mon
         nonlocal refusals
         refusals -= 1
         if refusals >= 0:
-            raise OperationalError("claim", {}, Exception("database is locked"))
+            raise LedgerError("database is locked")
         return claim(*args, **kwargs)
 
     monkeypatch.setattr(lifecycle._book, "claim", refusing)
-    with pytest.raises(OperationalError):
+    with pytest.raises(LedgerError):
         async with face.entered(lifecycle.acquire()) as handle:
             pass
     assert handle.sandbox_id, "held to the end"
