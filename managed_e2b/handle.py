@@ -104,7 +104,7 @@ class SandboxHandle:
 
         The interpreter is chosen by suffix (.py, .sh, .js, …); a script with another name runs by its `#!` line.
         """
-        line = commands.script_command(staging.TASK_DIR, staging.inside(path), args, interpreter)
+        line = commands.script_command(path, args, interpreter)
         return self.run(
             line,
             timeout=timeout,
@@ -194,7 +194,7 @@ class AsyncSandboxHandle:
         on_stderr: Tell | None = None,
     ) -> CommandResult:
         """See SandboxHandle.run_script."""
-        line = commands.script_command(staging.TASK_DIR, staging.inside(path), args, interpreter)
+        line = commands.script_command(path, args, interpreter)
         return await self.run(
             line,
             timeout=timeout,

@@ -17,9 +17,9 @@ from ..errors import (
     CommandTimeoutError,
     SandboxNotRunning,
     SandboxUnreachableError,
-    ValidationError,
 )
 from ..models import CommandResult
+from ..rules import arguments
 from .base import Acquired, Engine
 from .endings import ensure_held, why_failed
 from .sinks import Sink
@@ -78,19 +78,23 @@ async def run(
     on_stderr: Callable[[str], object] | None,
 ) -> CommandResult:
     """See `SandboxHandle.run`."""
-    if timeout is not None and timeout <= 0:
-        raise ValidationError(f"run(timeout={timeout!r}): seconds above 0, or None for no limit of its own")
-    if not isinstance(command, str) or not command or "\0" in command:
-        raise ValidationError("run(): a command is a non-empty str, a line for bash, without NUL")
+    arguments.text("run", "command", command, what="a non-empty str, a line for bash")
+    arguments.seconds("run", "timeout", timeout)
+    arguments.flag("run", "check", check)
+    arguments.optional_text("run", "cwd", cwd)
+    arguments.optional_text("run", "user", user)
+    variables = arguments.variables("run", "envs", envs)
+    data = arguments.standard_input("run", "stdin", stdin)
+    out = Sink(arguments.callback("run", "on_stdout", on_stdout))
+    err = Sink(arguments.callback("run", "on_stderr", on_stderr))
     await ensure_held(engine, acquired)
-    out, err = Sink(on_stdout), Sink(on_stderr)
     mark = uuid.uuid4().hex
     started = time.monotonic()
     stream = Stream(engine, acquired, mark, out, err, timeout)
     try:
-        if stdin is not None:
-            command = await _with_stdin(engine, acquired, command, stdin, user, mark)
-        exit_code = await stream.run(command, envs=envs or {}, user=user, cwd=cwd)
+        if data is not None:
+            command = await _with_stdin(engine, acquired, command, data, user, mark)
+        exit_code = await stream.run(command, envs=variables, user=user, cwd=cwd)
         if exit_code is None:
             await _kill_all_of(engine, acquired, mark, user)
             stream.may_run = False
@@ -122,22 +126,23 @@ async def run(
     return result
 
 
-def script_command(directory: str, path: str, args: Sequence[str], interpreter: str | None) -> str:
+def script_command(path: str, args: Sequence[str], interpreter: str | None) -> str:
     """The command line that runs a staged script: its interpreter by suffix, else the file itself (by its shebang)."""
-    enter = f"cd {shlex.quote(directory)}"
-    chosen = interpreter or _INTERPRETERS.get(PurePosixPath(path).suffix)
-    quoted = " ".join(shlex.quote(part) for part in [path, *args])
+    path = arguments.path("run_script", "path", path)
+    chosen = arguments.optional_text("run_script", "interpreter", interpreter)
+    chosen = chosen or _INTERPRETERS.get(PurePosixPath(path).suffix)
+    enter = f"cd {arguments.TASK_DIR}"
+    quoted = " ".join(shlex.quote(part) for part in [path, *arguments.words("run_script", "args", args)])
     if chosen is not None:
         return f"{enter} && exec {chosen} {quoted}"
     return f"{enter} && chmod +x -- {shlex.quote(path)} && exec {quoted}"
 
 
 async def _with_stdin(
-    engine: Engine, acquired: Acquired, command: str, stdin: str | bytes, user: str | None, mark: str
+    engine: Engine, acquired: Acquired, command: str, data: bytes, user: str | None, mark: str
 ) -> str:
     # By a file, not by the stream: a command that writes before it reads cannot block on us, whatever the size.
     path = f"/tmp/.me2b-stdin-{mark}"
-    data = stdin.encode() if isinstance(stdin, str) else stdin
     try:
         await engine.driver.sdk.write_file(acquired.sandbox, path, data, user)
     except (SandboxNotRunning, SandboxUnreachableError) as error:

@@ -1,9 +1,9 @@
-"""Files into a sandbox and out of it, relative to TASK_DIR."""
+"""Files into a sandbox and out of it, relative to /task."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from ..errors import (
     BackendError,
@@ -11,25 +11,23 @@ from ..errors import (
     SandboxNotRunning,
     SandboxUnreachableError,
     StageError,
-    ValidationError,
 )
+from ..rules import arguments
 from .base import Acquired, Engine
 from .endings import ensure_held, why_failed
 from .patience import Hold, patiently
-
-TASK_DIR = "/task"
-"""Where staged files go, and the working directory of scripts."""
 
 
 async def stage_in(
     engine: Engine, acquired: Acquired, files: Mapping[str, str | bytes | Path], user: str | None
 ) -> None:
     """See `SandboxHandle.stage_in`."""
-    targets = {inside(name): (name, content) for name, content in files.items()}  # all names first: nothing half done
+    targets = arguments.contents("stage_in", "files", files)  # all of them first: nothing half done
+    user = arguments.optional_text("stage_in", "user", user)
     await ensure_held(engine, acquired)
     for target, (name, content) in targets.items():
         try:
-            data = _data(content)
+            data = content.read_bytes() if isinstance(content, Path) else content
             await patiently(engine, engine.driver.sdk.write_file, acquired.sandbox, target, data, user, hold=Hold())
         except OSError as error:
             raise StageError(
@@ -45,9 +43,8 @@ async def stage_in(
 
 async def stage_out(engine: Engine, acquired: Acquired, paths: Iterable[str], user: str | None) -> dict[str, bytes]:
     """See `SandboxHandle.stage_out`."""
-    if isinstance(paths, str):
-        raise ValidationError(f"stage_out({paths!r}): give a list of paths, not one str")
-    sources = {name: inside(name) for name in paths}
+    sources = arguments.paths("stage_out", "paths", paths)
+    user = arguments.optional_text("stage_out", "user", user)
     await ensure_held(engine, acquired)
     found: dict[str, bytes] = {}
     for name, source in sources.items():
@@ -64,23 +61,3 @@ async def stage_out(engine: Engine, acquired: Acquired, paths: Iterable[str], us
         except BackendError as error:
             raise StageError(f"cannot stage {name!r} out: {error}", path=name) from error
     return found
-
-
-def inside(name: str) -> str:
-    """The absolute path in a sandbox of a name relative to TASK_DIR; absolute names stay. Raises ValidationError."""
-    if not isinstance(name, str) or not name or "\0" in name:
-        raise ValidationError(f"{name!r} is not a path in a sandbox")
-    path = PurePosixPath(name)
-    if ".." in path.parts or path == PurePosixPath():
-        raise ValidationError(f"{name!r}: a path below {TASK_DIR}, without '..'")
-    return str(PurePosixPath(TASK_DIR) / path)
-
-
-def _data(content: str | bytes | Path) -> bytes:
-    if isinstance(content, Path):
-        return content.read_bytes()
-    if isinstance(content, str):
-        return content.encode()
-    if isinstance(content, bytes | bytearray | memoryview):
-        return bytes(content)
-    raise ValidationError(f"staged content is str, bytes or pathlib.Path, not {type(content).__name__}")
