@@ -33,7 +33,7 @@ class BubblewrapGuest:
         host_pid: int,
         fds: Sequence[int],
         expect_exit: Callable[[int], asyncio.Future[Exit]],
-        keep: Callable[[str, BubblewrapGuest, Sequence[str]], Awaitable[None]],
+        keep: Callable[[str, Sequence[str]], Awaitable[None]],
         on_buried: Callable[[BubblewrapGuest], None],
     ) -> None:
         self.sandbox_id = sandbox_id
@@ -167,7 +167,7 @@ class BubblewrapGuest:
         if not frozen:
             await self.freeze()
         try:
-            await self._keep(image, self, self._private)
+            await self._keep(image, self._private)
         finally:
             if not frozen:
                 with contextlib.suppress(GuestGone):

@@ -124,9 +124,10 @@ async def test_refusals(runtime: BubblewrapRuntime, make_box: MakeBox) -> None:
     with pytest.raises(ValueError, match=image):
         await box.guest.commit(image)
     deep = new_image()
-    runtime._images.add(deep, Image(("home",) * MAX_LAYERS, ()))
+    many = Image(("home",) * MAX_LAYERS, ())
+    runtime._images.add(deep, many)
     with pytest.raises(GuestError) as refused:
-        await runtime._commit(runtime._images.get(deep), new_image(), box.guest, ["x"])
+        await runtime._images.commit(many, new_image(), ["x"])
     assert refused.value.errno == errno.EMLINK
     for name in (image, deep):
         await runtime.remove_image(name)

@@ -51,7 +51,7 @@ async def test_a_kill_leaves_no_process_no_mount_and_no_directory(make_box: Call
 
 async def test_changes_can_be_kept_in_memory(runtime: BubblewrapRuntime, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no directory of the host can hold an overlay."""
-    monkeypatch.setattr(runtime, "_overlay", False)
+    monkeypatch.setattr(runtime._ground, "overlay", False)
     guest = await runtime.create("memory")
     box = Box(guest, runtime)
     before = await guest.usage()
