@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from managed_e2b.local.envd.context import EnvdContext
 from managed_e2b.local.lifetime import Lifetime
 from managed_e2b.local.runtime.base import Guest
+from managed_e2b.local.templates import NO_SETTINGS, Settings
 
 ENVD_PORT = 49983
 ENVD_VERSION = "0.6.13"  # the envd release whose behaviour is served; SDKs switch features on by it
@@ -64,12 +65,15 @@ SHOWN: Mapping[State, str | None] = {
 
 @dataclass(frozen=True)
 class SandboxSpec:
-    """What a sandbox was asked to be. `timeout` in seconds; `image` is the runtime's name of its files."""
+    """What a sandbox was asked to be. `timeout` in seconds; `image` is the runtime's name of its files,
+    `settings` its template's.
+    """
 
     template_id: str
     alias: str | None
     timeout: int
     image: str = "base"
+    settings: Settings = NO_SETTINGS
     secure: bool = True
     metadata: Mapping[str, str] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)

@@ -125,7 +125,7 @@ class SandboxRegistry:
 
     def _admit(self, sandbox_id: str, spec: SandboxSpec, guest: Guest) -> Sandbox:
         token = new_token() if spec.secure else None
-        env_vars = dict(spec.env_vars)
+        env_vars = {**spec.settings.env, **spec.env_vars}
         sandbox = Sandbox(
             sandbox_id=sandbox_id,
             spec=spec,
@@ -138,6 +138,8 @@ class SandboxRegistry:
                     guest=guest,
                     access_token=token,
                     env_vars=env_vars,
+                    default_user=spec.settings.user,
+                    default_workdir=spec.settings.workdir,
                     template_id=spec.template_id,
                 )
             ),

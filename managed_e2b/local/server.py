@@ -108,7 +108,7 @@ class LocalServer:
     def _application(self, port: int) -> Gateway:
         api = control_plane(
             self.registry,
-            TemplateCatalog(),
+            TemplateCatalog(self._clock.read().wall),
             self._clock,
             api_key=self.api_key,
             domain=f"localhost:{port}",

@@ -44,7 +44,6 @@ class OtherApi:
     def __init__(self, registry: SandboxRegistry, templates: TemplateCatalog, clock: Clock, api_key: str) -> None:
         self._registry = registry
         self._templates = templates
-        self._started = clock.read().wall
         self._api_key = api_key
 
     def routes(self) -> list[Route]:
@@ -74,15 +73,15 @@ class OtherApi:
         return JSONResponse([{"teamID": TEAM_ID, "name": "local", "apiKey": self._api_key, "isDefault": True}])
 
     async def templates(self, request: Request) -> Response:
-        created = self._registry.counters.created
-        return JSONResponse([views.template(item, self._started, created) for item in self._templates])
+        items = [item for item in self._templates if item.kind == "template"]
+        return JSONResponse([views.template(item) for item in items])
 
     async def template_alias(self, request: Request) -> Response:
         name, _ = split_reference(request.path_params["alias"])
         template = self._templates.find(name)
         if template is None:
             raise ApiError(404, f"template '{name}' not found")
-        return JSONResponse({"templateID": template.template_id, "public": False})
+        return JSONResponse({"templateID": template.template_id, "public": template.public})
 
 
 def _not_built(what: str) -> Callable[[Request], Awaitable[Response]]:

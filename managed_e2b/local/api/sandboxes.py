@@ -76,7 +76,9 @@ class SandboxApi:
         spec = self._spec(body, default_timeout, secure)
 
         async def effect() -> dict[str, Any]:
-            return views.sandbox(await self._registry.create(spec), self._domain)
+            box = await self._registry.create(spec)
+            self._templates.count(spec.template_id, self._clock.read().wall)
+            return views.sandbox(box, self._domain)
 
         if key is None:
             return JSONResponse(await effect(), 201)
@@ -85,7 +87,7 @@ class SandboxApi:
         return JSONResponse(await self._answers.run(key, asked, effect), 201)
 
     def _spec(self, body: schemas.NewSandbox, default_timeout: int, secure: bool) -> SandboxSpec:
-        template = self._templates.resolve(body.template_id)
+        found = self._templates.resolve(body.template_id)
         auto_resume = body.auto_resume is not None and body.auto_resume.enabled
         if not body.auto_pause_memory:
             if not body.auto_pause or auto_resume:
@@ -104,10 +106,11 @@ class SandboxApi:
                 if (network.model_extra or {}).get(option):
                     raise not_built(f"The network option {option}")
         return SandboxSpec(
-            template_id=template.template_id,
-            alias=template.alias,
+            template_id=found.template.template_id,
+            alias=found.template.alias,
             timeout=lifetime.timeout_for_create(body.timeout, default_timeout),
-            image=template.image,
+            image=found.build.image,
+            settings=found.build.settings,
             secure=secure,
             metadata=body.metadata or {},
             env_vars=body.env_vars or {},

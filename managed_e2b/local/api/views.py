@@ -8,12 +8,10 @@ from typing import Any
 from managed_e2b.local.clock import rfc3339
 from managed_e2b.local.model import CLIENT_ID, ENVD_VERSION, Sandbox
 from managed_e2b.local.runtime.base import Usage
-from managed_e2b.local.templates import Template
+from managed_e2b.local.templates import CPU_COUNT, MEMORY_MB, Template
 
-CPU_COUNT = 2
-MEMORY_MB = 512
-DISK_MB = 10_240
-# Nominal sizes, as upstream's default template has them: the local sandboxes share the host's.
+DISK_MB = 10_240  # nominal, see `templates.CPU_COUNT`
+NO_BUILD = "00000000-0000-0000-0000-000000000000"
 
 
 def sandbox(box: Sandbox, domain: str) -> dict[str, Any]:
@@ -87,23 +85,25 @@ def metric(usage: Usage, now: datetime) -> dict[str, Any]:
     }
 
 
-def template(item: Template, created_at: datetime, spawned: int) -> dict[str, Any]:
+def template(item: Template) -> dict[str, Any]:
     """One item of the list of templates."""
+    builds = list(item.builds.values())
+    build = builds[0] if builds else None
     return {
         "templateID": item.template_id,
-        "buildID": item.build_id,
-        "cpuCount": CPU_COUNT,
-        "memoryMB": MEMORY_MB,
+        "buildID": build.build_id if build else NO_BUILD,
+        "cpuCount": build.cpu_count if build else CPU_COUNT,
+        "memoryMB": build.memory_mb if build else MEMORY_MB,
         "diskSizeMB": DISK_MB,
-        "public": False,
-        "aliases": [item.alias],
-        "names": [item.alias],
-        "createdAt": rfc3339(created_at),
-        "updatedAt": rfc3339(created_at),
+        "public": item.public,
+        "aliases": list(item.names),
+        "names": list(item.names),
+        "createdAt": rfc3339(item.created_at),
+        "updatedAt": rfc3339(item.updated_at or item.created_at),
         "createdBy": None,
-        "lastSpawnedAt": None,
-        "spawnCount": spawned,
-        "buildCount": 1,
+        "lastSpawnedAt": None if item.last_spawned_at is None else rfc3339(item.last_spawned_at),
+        "spawnCount": item.spawned,
+        "buildCount": len(builds),
         "envdVersion": ENVD_VERSION,
-        "buildStatus": "ready",
+        "buildStatus": "ready" if build else "waiting",
     }
