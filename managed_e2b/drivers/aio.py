@@ -27,14 +27,13 @@ class AioDriver:
         self._pool = ThreadPoolExecutor(_LEDGER_THREADS, thread_name_prefix="me2b-ledger")
 
     async def ledger(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await _outcome(self._submit(functools.partial(function, *args, **kwargs)), None)
+
+    def _submit(self, function: Callable[[], T]) -> Future[T]:
         try:
-            future = self._pool.submit(functools.partial(function, *args, **kwargs))
+            return self._pool.submit(function)
         except RuntimeError:  # a pool takes nothing more once the main thread has ended; others still hold sandboxes
-            future = self._background.start(function, *args, **kwargs)
-        cancelled = await _wait_out(future, None)
-        if cancelled is not None:
-            raise cancelled
-        return future.result()
+            return self._background.start(function)
 
     @property
     def told(self) -> int:
@@ -61,11 +60,17 @@ class AioDriver:
         self._wakeup.notify(key)
 
     async def finish(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await _outcome(self._background.start(function, *args, **kwargs), CANCEL_GRACE)
+
+    async def hasten(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
         future = self._background.start(function, *args, **kwargs)
-        cancelled = await _wait_out(future, CANCEL_GRACE)
-        if cancelled is not None:
-            raise cancelled
-        return future.result()
+        cancelled = await _wait_out(future, CANCEL_GRACE, at_once=True)
+        try:
+            if cancelled is not None:
+                raise cancelled
+            return future.result() if future.done() else None
+        finally:
+            del cancelled, future  # see `_outcome`
 
     def begin(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         self._background.start(function, *args, **kwargs)
@@ -74,16 +79,30 @@ class AioDriver:
         return self._background.join(timeout)
 
 
-async def _wait_out(future: Future[Any], grace: float | None) -> asyncio.CancelledError | None:
+async def _outcome(future: Future[T], grace: float | None) -> T:
+    """What a thread's future comes to. A cancellation that comes meanwhile is raised instead: see `_wait_out`."""
+    cancelled = await _wait_out(future, grace)
+    try:
+        if cancelled is not None:
+            raise cancelled
+        return future.result()
+    finally:
+        # A frame that holds the error passing through it is a cycle with its callers' frames and all that they hold.
+        del cancelled, future
+
+
+async def _wait_out(
+    future: Future[Any], grace: float | None, *, at_once: bool = False
+) -> asyncio.CancelledError | None:
     """Wait for a thread's future through any number of cancellations; the last of them is returned.
 
-    After the first one it waits `grace` seconds longer, or to the end when that is None.
+    After the first one, or from the beginning when `at_once`, it waits `grace` seconds longer; to the end when None.
     """
     loop = asyncio.get_running_loop()
     done = asyncio.Event()
     future.add_done_callback(lambda _: _tell(loop, done.set))
     cancelled: asyncio.CancelledError | None = None
-    deadline: float | None = None
+    deadline = loop.time() + grace if at_once and grace is not None else None
     while not future.done() and (deadline is None or loop.time() < deadline):
         try:
             async with asyncio.timeout_at(deadline):
@@ -94,7 +113,10 @@ async def _wait_out(future: Future[Any], grace: float | None) -> asyncio.Cancell
             cancelled = error
             if deadline is None and grace is not None:
                 deadline = loop.time() + grace
-    return cancelled
+    try:
+        return cancelled
+    finally:
+        del cancelled  # as above
 
 
 def _tell(loop: asyncio.AbstractEventLoop, callback: Callable[[], object]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
@@ -105,9 +106,14 @@ class Background:
 
 def run(coroutine: Coroutine[Any, Any, T]) -> T:
     """Drive a coroutine over a BlockingDriver to its end, in one step. Raises RuntimeError if it suspended."""
+    # In a thread whose event loop is blocked by us (a notebook), that loop must not be asked to end our generators.
+    hooks = sys.get_asyncgen_hooks()
+    sys.set_asyncgen_hooks(None, None)
     try:
         coroutine.send(None)
     except StopIteration as stop:
         return stop.value  # type: ignore[no-any-return]
+    finally:
+        sys.set_asyncgen_hooks(*hooks)
     coroutine.close()
     raise RuntimeError("a coroutine of the engine suspended on the blocking driver: it awaited something else")

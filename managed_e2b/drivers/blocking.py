@@ -52,7 +52,22 @@ class BlockingDriver:
             sigint.deliver()  # raises KeyboardInterrupt, unless the caller's own handler does something else
             with sigint:
                 sigint.wait(grace=CANCEL_GRACE)
-        return future.result()
+        try:
+            return future.result()
+        finally:
+            del future  # a frame that holds the error passing through it keeps all its callers' frames
+
+    async def hasten(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        with _SigintDeferred() as sigint:
+            future = self._background.start(function, *args, **kwargs)
+            future.add_done_callback(lambda _: sigint.told.put("ended"))
+            sigint.wait(grace=CANCEL_GRACE, at_once=True)
+        if sigint.came:
+            sigint.deliver()
+        try:
+            return future.result() if future.done() else None
+        finally:
+            del future  # as above
 
     def begin(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         self._background.start(function, *args, **kwargs)
@@ -87,9 +102,9 @@ class _SigintDeferred:
         while not self.told.empty():
             self._take(self.told.get())
 
-    def wait(self, grace: float) -> None:
-        """Until the cleanup has ended, or `grace` seconds after the first Ctrl-C."""
-        deadline: float | None = None
+    def wait(self, grace: float, *, at_once: bool = False) -> None:
+        """Until the cleanup has ended, or `grace` seconds after the first Ctrl-C, or from now on when `at_once`."""
+        deadline = time.monotonic() + grace if at_once else None
         while not self._ended:
             if self.came and deadline is None:
                 deadline = time.monotonic() + grace

@@ -32,6 +32,9 @@ from .waiting import Waiting
 
 logger = logging.getLogger("managed_e2b")
 
+RELEASED, CANCELLED, INTERRUPTED = "released", "cancelled", "interrupted"
+"""Reasons of a release: the block was left, its task was cancelled, Ctrl-C."""
+
 
 @asynccontextmanager
 async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> AsyncIterator[Acquired]:
@@ -39,7 +42,7 @@ async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> 
     kind, template = request.source
     scope = engine.open_scope()
     attempt = _Attempt(engine, scope, request)
-    reason: str | None = "released"
+    reason: str | None = RELEASED
     acquired: Acquired | None = None
     try:
         queued_at = await engine.driver.ledger(
@@ -72,19 +75,23 @@ async def acquire(engine: Engine, request: AcquireRequest, sdk_version: str) -> 
         engine.began.pop(scope.ticket, None)
         engine.unidentified.pop(scope.ticket, None)
         if reason is not None and engine.is_ours():
+            # Who was cancelled wants to be free at once, and not when what was in the making has been found and killed.
+            end = engine.driver.hasten if reason in (CANCELLED, INTERRUPTED) else engine.driver.finish
             try:
-                ended = await engine.driver.finish(
+                ended = await end(
                     engine.clean,
                     scope.ticket,
                     reason,
                     sent=attempt.sent,
                     made=attempt.made,
-                    identify=reason == "released",
+                    identify=reason == RELEASED,
                 )
             except LedgerError:
                 scope.dropped()  # the keeper goes on at once, however long this error keeps the scope
                 raise
-            if ended:
+            if ended is None:
+                scope.dropped()  # the keeper sees to it that what goes on in the background comes to its end
+            elif ended:
                 scope.dropped.detach()  # the keeper need not ask the ledger once more
 
 
@@ -113,9 +120,9 @@ def check_source(request: AcquireRequest) -> None:
 def why(error: BaseException) -> str:
     """The reason of a release, as the ledger keeps it. Names types only: a message may hold a secret."""
     if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
+        return INTERRUPTED
     if isinstance(error, asyncio.CancelledError):
-        return "cancelled"
+        return CANCELLED
     if isinstance(error, AcquireTimeoutError):
         return "gave up waiting"
     return f"raised {type(error).__name__}"
@@ -146,8 +153,10 @@ class _Attempt:
                 await engine.driver.ledger(engine.book.late, engine.account, late)
             engine.began[ticket] = (sent_at, host.steady())
             self.sent = True
+            sandbox: Any = None
+            failed: BackendError | None = None
             try:
-                sandbox: Any = await engine.driver.sdk.create(
+                sandbox = await engine.driver.sdk.create(
                     template=template,
                     timeout=seconds,
                     metadata={**request.metadata, TICKET: ticket, OWNER: engine.owner},
@@ -155,11 +164,17 @@ class _Attempt:
                     allow_internet_access=request.allow_internet_access,
                     idempotency_key=ticket,
                 )
-            except RateLimitedError as error:
-                await self.waiting.refused(error, sent_at)
-                continue
             except BackendError as error:
-                sandbox = await self._rescue(error, failures.create_verdict(error), seconds)
+                failed = error
+            # What follows is not done while the error is handled, or every error inside of it would remember it.
+            try:
+                if isinstance(failed, RateLimitedError):
+                    await self.waiting.refused(failed.with_traceback(None), sent_at)  # which it keeps
+                    continue
+                if failed is not None:
+                    sandbox = await self._rescue(failed, failures.create_verdict(failed), seconds)
+            finally:
+                failed = None  # see `_rescue`
             engine.made[ticket] = Made(sandbox.sandbox_id)
             record = await engine.driver.ledger(
                 engine.book.running, ticket, engine.owner, sandbox.sandbox_id, sent_at=sent_at, remote=seconds
@@ -176,29 +191,34 @@ class _Attempt:
     async def _rescue(self, error: BackendError, verdict: failures.Verdict, seconds: int) -> Any:
         """A create that failed: adopt what it made after all, or raise what it was, with nothing left unknown."""
         engine, ticket = self.engine, self.scope.ticket
-        if verdict is failures.Verdict.NOT_SENT:
-            self.sent = False
-            raise error
-        found: list[str] = []
-        if error.status != 401:  # a refused key cannot list either
-            try:
-                found = await lookup(engine, ticket)
-            except BackendError:
-                if verdict is failures.Verdict.REFUSED:
-                    raise error from None  # what failed first; the release looks again
-        if found and verdict is failures.Verdict.UNKNOWN:
-            adopted = await adopt(engine, found, seconds)
-            if adopted is not None:
-                return adopted
-        if verdict is failures.Verdict.REFUSED:
-            self.sent = bool(found)  # the release kills what was found, contrary to the answer
-            raise error
-        raise SandboxCreateError(
-            f"{error}; whether a sandbox was made is not known yet: ticket {ticket} stays in the ledger until it is "
-            f"found and killed, or its timeout of {seconds} s has passed",
-            ticket=ticket,
-            status=error.status,
-        ) from error
+        try:
+            if verdict is failures.Verdict.NOT_SENT:
+                self.sent = False
+                raise error
+            found: list[str] = []
+            if error.status != 401:  # a refused key cannot list either
+                try:
+                    found = await lookup(engine, ticket)
+                except BackendError:
+                    if verdict is failures.Verdict.REFUSED:
+                        raise error from None  # what failed first; the release looks again
+            if found and verdict is failures.Verdict.UNKNOWN:
+                adopted = await adopt(engine, found, seconds)
+                if adopted is not None:
+                    return adopted
+            if verdict is failures.Verdict.REFUSED:
+                self.sent = bool(found)  # the release kills what was found, contrary to the answer
+                raise error
+            raise SandboxCreateError(
+                f"{error}; whether a sandbox was made is not known yet: ticket {ticket} stays in the ledger until it "
+                f"is found and killed, or its timeout of {seconds} s has passed",
+                ticket=ticket,
+                status=error.status,
+            ) from error
+        finally:
+            # A frame that holds the error passing through it is a cycle with all the caller's frames: a sandbox that
+            # is forgotten there would be in use until the collector comes.
+            del error
 
 
 def validated(**values: Any) -> AcquireRequest:

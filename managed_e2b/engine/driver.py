@@ -117,6 +117,13 @@ class Driver(Protocol):
         """
         ...
 
+    async def hasten(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T | None:
+        """As `finish`, for a caller who has been cancelled already: it waits the grace time only.
+
+        None when the cleanup has not ended by then; it goes on in the background.
+        """
+        ...
+
     def begin(self, function: Callable[P, object], *args: P.args, **kwargs: P.kwargs) -> None:
         """As `finish`, and wait for nothing: only `join` does."""
         ...
