@@ -23,6 +23,7 @@ from .engine import host
 from .engine.acquire import acquire, validated
 from .engine.base import Acquired, Engine
 from .engine.commands import end as end_command
+from .engine.complaints import Complaints
 from .engine.foreign import purge
 from .engine.keeper import Keeper
 from .engine.listing import read as listing_of
@@ -134,6 +135,7 @@ class _Lifecycle:
                 clean=self._clean,
                 end_command=self._end_command,
                 calls=Hold(),
+                complaints=Complaints(),
             )
             self._cleaner = make(BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup))
             self._engine = make(

@@ -16,6 +16,7 @@ from ..rules.cleanup import TICKET as TICKET
 from ..rules.leases import SECOND
 from ..rules.limits import Caps
 from . import host
+from .complaints import Complaints
 from .driver import Driver
 from .line import Line
 from .patience import Hold
@@ -71,6 +72,8 @@ class Engine:
     line: Line = field(default_factory=Line)
     calls: Hold = field(default_factory=Hold)
     """Until when the endpoint's control plane wants to be left alone, creates apart."""
+
+    complaints: Complaints = field(default_factory=Complaints)
 
     pid: int = field(default_factory=os.getpid)
 

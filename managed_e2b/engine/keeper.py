@@ -8,7 +8,6 @@ living their lease, nor an endpoint that hangs the owner its heartbeat.
 from __future__ import annotations
 
 import functools
-import logging
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -18,12 +17,11 @@ from ..errors import BackendError, LedgerError
 from ..models import SandboxRecord, State
 from ..rules import leases
 from .base import Engine
+from .complaints import ENDPOINT, KEEPER, LEDGER
 from .endings import notice
 from .identity import identify_new
 from .patience import patiently
 from .reap import Bounds, reap
-
-logger = logging.getLogger("managed_e2b")
 
 TICK = 1.0
 """Seconds between two looks at what was abandoned; heartbeats and leases have their own, longer interval."""
@@ -70,20 +68,29 @@ class Keeper:
     ) -> threading.Thread:
         def main() -> None:
             if at_once:
-                self._guarded(step)
+                self._guarded(name, step)
             while not self._stop.wait(interval):
-                self._guarded(step)
+                self._guarded(name, step)
 
         return threading.Thread(target=main, name=f"me2b-keeper-{name}", daemon=True)
 
-    def _guarded(self, step: Callable[[], object]) -> None:
-        """The keeper outlives whatever fails, for a while or once: without it every lease would lapse."""
+    def _guarded(self, item: str, step: Callable[[], object]) -> None:
+        """The keeper outlives whatever fails, for a while or once: without it every lease would lapse.
+
+        A step that returns False has not failed, and is not done either.
+        """
+        complaints = self._engine.complaints
         try:
-            step()
-        except (BackendError, LedgerError, OSError) as error:
-            logger.warning("keeper: %s: %s; it will try again", type(error).__name__, error)
-        except Exception:
-            logger.exception("keeper: an error that nobody expected; it goes on")
+            if step() is not False:
+                complaints.worked(item)
+        except LedgerError as error:
+            complaints.failed(LEDGER, item, str(error))
+        except BackendError as error:
+            complaints.failed(ENDPOINT, item, str(error))
+        except OSError as error:
+            complaints.failed(KEEPER, item, f"{type(error).__name__}: {error}")
+        except Exception as error:  # noqa: BLE001 - it is told, with its traceback
+            complaints.failed(KEEPER, item, f"an error that nobody expected: {type(error).__name__}", error)
 
     def _beat(self) -> None:
         self._engine.book.beat(self._engine.owner)
@@ -92,17 +99,16 @@ class Keeper:
         engine = self._engine
         for record in engine.book.records(states_=[State.RUNNING], owner=engine.owner):
             # Each on its own: one that fails must not cost the others their lease.
-            self._guarded(functools.partial(self._renew_one, record))
+            self._guarded(record.ticket, functools.partial(self._renew_one, record))
 
-    def _renew_one(self, record: SandboxRecord) -> None:
+    def _renew_one(self, record: SandboxRecord) -> bool:
         engine = self._engine
         sent_at = engine.now_of(record.ticket)
         if record.hard_deadline is not None and sent_at >= record.hard_deadline:
-            engine.clean(record.ticket, f"expired: its timeout of {record.timeout} s has passed", patience=0.0)
-            return
+            return engine.clean(record.ticket, f"expired: its timeout of {record.timeout} s has passed", patience=0.0)
         seconds = leases.renewal(record, sent_at)
         if seconds is None or record.sandbox_id is None:
-            return
+            return True
         extend = patiently(
             engine, engine.driver.sdk.set_timeout, record.sandbox_id, seconds, patience=_RENEWAL_PATIENCE
         )
@@ -110,6 +116,7 @@ class Keeper:
             engine.book.extended(record.ticket, sent_at + seconds * leases.SECOND)
         else:
             self._run(notice(engine, record))  # it is gone, or only paused
+        return True
 
     def _identify(self) -> None:
         self._run(identify_new(self._engine))
@@ -123,18 +130,18 @@ class Keeper:
             return  # the endpoint wants to be left alone: what is due stays due
         due: dict[str, str] = {}
         # Though the ledger fails: what nobody holds any more is ended by its id.
-        self._guarded(lambda: due.update(self._claimed()))
+        self._guarded("claims", lambda: due.update(self._claimed()))
         for _ in range(len(engine.abandoned)):
             due.setdefault(engine.abandoned.popleft(), "abandoned: nobody holds its handle")
         for ticket, reason in due.items():
-            self._guarded(functools.partial(self._end, ticket, reason))
+            self._guarded(ticket, functools.partial(self._end, ticket, reason))
 
     def _claimed(self) -> dict[str, str]:
         """Ours, and what a reap of ours has claimed of dead owners: nobody else goes on with those while we live."""
         rows = self._engine.book.records(states_=[State.CLEANING], claimed_by=self._engine.owner)
         return {record.ticket: record.reason or "released" for record in rows}
 
-    def _end(self, ticket: str, reason: str) -> None:
+    def _end(self, ticket: str, reason: str) -> bool:
         """One try. What is not proved, or could not even be claimed, is due again at the next tick."""
         ended = False
         try:
@@ -142,3 +149,4 @@ class Keeper:
         finally:
             if not ended:
                 self._engine.abandoned.append(ticket)
+        return ended

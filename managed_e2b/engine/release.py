@@ -14,6 +14,7 @@ from ..models import SandboxRecord, State
 from ..rules import failures, leases, states
 from . import identity
 from .base import Engine
+from .complaints import ENDPOINT
 from .listing import lookup
 from .patience import patiently
 
@@ -60,7 +61,7 @@ async def release(
         if made is not None:
             await _end_late(engine, ticket, made, deadline, is_over=is_over)
         if is_over:
-            engine.made.pop(ticket, None)
+            _forget(engine, ticket)
         return is_over
     refused = record.refused_at is not None
     try:
@@ -79,7 +80,8 @@ async def release(
                 await d.ledger(book.note, ticket, f"{sandbox_id} still answers after DELETE")
                 return False
     except BackendError as error:
-        logger.warning("release of %s is not proved yet: %s", record.sandbox_id or ticket, error)
+        told = f"release of {record.sandbox_id or ticket} is not proved yet: {error}"
+        engine.complaints.failed(ENDPOINT, ticket, told)
         await d.ledger(book.note, ticket, f"{type(error).__name__}: {error}")
         return False
     if ids:
@@ -93,8 +95,13 @@ async def release(
         current = await d.ledger(book.record, ticket)
         if current is None or current.state not in states.TERMINAL:
             return False
-    engine.made.pop(ticket, None)
+    _forget(engine, ticket)
     return True
+
+
+def _forget(engine: Engine, ticket: str) -> None:
+    engine.made.pop(ticket, None)
+    engine.complaints.worked(ticket)
 
 
 async def _find(engine: Engine, record: SandboxRecord, deadline: float) -> list[str]:
@@ -118,7 +125,8 @@ async def _end_unclaimed(engine: Engine, ticket: str, deadline: float) -> None:
     try:
         found.is_dead = await _prove_dead(engine, found.sandbox_id, deadline)
     except BackendError as error:
-        logger.warning("release of %s, without the ledger, is not proved yet: %s", found.sandbox_id, error)
+        told = f"release of {found.sandbox_id}, without the ledger, is not proved yet: {error}"
+        engine.complaints.failed(ENDPOINT, ticket, told)
 
 
 async def _end_late(engine: Engine, ticket: str, sandbox_id: str, deadline: float, *, is_over: bool) -> None:

@@ -173,7 +173,7 @@ class Rounds(Keeper):
         self._renew()
         self._sweep()
 
-    def _guarded(self, step: Callable[[], object]) -> None:
+    def _guarded(self, item: str, step: Callable[[], object]) -> None:
         try:
             step()
         except BackendError:
