@@ -38,6 +38,7 @@ class Counters:
         self.create_failed = 0
         self.paused = 0
         self.resumed = 0
+        self.forked = 0
         self.kill_failed = 0
         self.ended: Counter[str] = Counter(dict.fromkeys(END_REASONS, 0))
 
@@ -66,6 +67,7 @@ class Counters:
             "create_failed": self.create_failed,
             "paused": self.paused,
             "resumed": self.resumed,
+            "forked": self.forked,
             "kill_failed": self.kill_failed,
             "ended": dict(self.ended),
         }
@@ -91,6 +93,7 @@ class _Families:
         yield CounterMetricFamily("me2b_sandboxes_create_failed", "Creates that failed", counters.create_failed)
         yield CounterMetricFamily("me2b_sandboxes_paused", "Pauses", counters.paused)
         yield CounterMetricFamily("me2b_sandboxes_resumed", "Resumes", counters.resumed)
+        yield CounterMetricFamily("me2b_sandboxes_forked", "Sandboxes made as forks of others", counters.forked)
         yield CounterMetricFamily("me2b_sandboxes_kill_failed", "Kills that failed", counters.kill_failed)
         ended = CounterMetricFamily("me2b_sandboxes_ended", "Sandboxes that ended, by reason", labels=["reason"])
         for reason, count in counters.ended.items():

@@ -1,4 +1,4 @@
-"""Who must end when: a heap of deadlines, and the one alarm that watches its top.
+"""Who must end when: a heap of deadlines, the one alarm that watches its top, and the timetable made of both.
 
 A deadline that changed is simply pushed again; an entry that is no longer true is dropped when it comes up.
 """
@@ -8,6 +8,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections.abc import Callable
+
+from managed_e2b.local.clock import Clock
 
 
 class Deadlines:
@@ -61,3 +63,33 @@ class Alarm:
             self._handle = None
         if delay is not None:
             self._handle = asyncio.get_running_loop().call_later(max(0.0, delay), self._ring)
+
+
+class Timetable:
+    """When each sandbox ends. Calls `ring` when one is due; who is, `due` tells."""
+
+    def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
+        self._clock = clock
+        self._deadlines = Deadlines()
+        self._alarm = Alarm(ring)
+
+    def set(self, sandbox_id: str, monotonic: float) -> None:
+        """It ends then, by the monotonic clock, and not when it was said before."""
+        self._deadlines.set(sandbox_id, monotonic)
+        self.rearm()
+
+    def discard(self, sandbox_id: str) -> None:
+        """It has no end for now."""
+        self._deadlines.discard(sandbox_id)
+
+    def due(self) -> list[str]:
+        """Take out those whose end has come. `rearm` afterwards."""
+        return self._deadlines.pop_due(self._clock.read().monotonic)
+
+    def rearm(self) -> None:
+        deadline = self._deadlines.next()
+        self._alarm.set(None if deadline is None else deadline - self._clock.read().monotonic)
+
+    def stop(self) -> None:
+        """Ring no more."""
+        self._alarm.set(None)

@@ -14,7 +14,9 @@ from typing import Any, Protocol
 from starlette.types import Receive, Scope, Send
 
 from managed_e2b.local.envd.context import EnvdContext
+from managed_e2b.local.history import History
 from managed_e2b.local.lifetime import Lifetime
+from managed_e2b.local.logbook import Logbook
 from managed_e2b.local.runtime.base import Guest
 from managed_e2b.local.templates import NO_SETTINGS, Settings
 
@@ -78,11 +80,14 @@ class SandboxSpec:
     metadata: Mapping[str, str] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)
     auto_pause: bool = False
+    auto_pause_memory: bool = True
     auto_resume: bool = False
     allow_internet_access: bool | None = None
     network: Mapping[str, Any] | None = None
     public_traffic: bool = True
     mask_request_host: str | None = None
+    https_ports: frozenset[int] = frozenset()
+    """Ports that serve TLS themselves."""
 
 
 class EnvdApp(Protocol):
@@ -112,9 +117,15 @@ class Sandbox:
     lifetime: Lifetime
     state: State = State.RUNNING
     transition: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while it is being paused or resumed. A kill never waits for it."""
+    """Held while it is being paused, resumed or copied. A kill never waits for it."""
     ending: asyncio.Future[None] | None = None
     """The kill under way."""
+    kept: str | None = None
+    """The image of its files, while it is paused without its processes; its guest is dead then."""
+    booting: asyncio.Future[None] | None = None
+    """The boot from `kept` under way. A kill waits for it."""
+    logbook: Logbook = field(default_factory=Logbook)
+    history: History = field(default_factory=History)
 
     def become(self, state: State) -> None:
         if state not in TRANSITIONS[self.state]:
@@ -128,6 +139,11 @@ class Sandbox:
     @property
     def shown_state(self) -> str | None:
         return SHOWN[self.state]
+
+    @property
+    def pause_mode(self) -> str:
+        """How it is paused, as the API calls it."""
+        return "full" if self.kept is None else "filesystem"
 
     # what lists filter and sort by
     @property

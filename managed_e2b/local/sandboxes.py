@@ -2,42 +2,46 @@
 
 Everything happens on one event loop, so a decision made without an `await` in it is atomic; what needs several
 steps is serialised per sandbox (`Sandbox.transition`), never across sandboxes. The rules are elsewhere and pure:
-`lifetime` (timeouts), `listing` (filters, order, pages), `model` (states), `expiry` (deadlines).
-
-Effects outlive whoever asked for them: they run in tasks of the registry, so a client that hangs up, or a handler
-that is cancelled, leaves neither half a sandbox nor one that nobody lists.
+`lifetime` (timeouts), `listing` (filters, order, pages), `model` (states), `expiry` (deadlines). So are the longer
+stories: `boots` (how a guest is made), `pauses`, `copies`, `history` (samples), `tasks` (effects outlive who asked).
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
+from managed_e2b.local import history
+from managed_e2b.local.boots import Boots
 from managed_e2b.local.clock import Clock, SystemClock
+from managed_e2b.local.copies import Copies
 from managed_e2b.local.counters import Counters
-from managed_e2b.local.envd.context import EnvdContext
 from managed_e2b.local.errors import ApiError, sandbox_not_found
-from managed_e2b.local.expiry import Alarm, Deadlines
+from managed_e2b.local.expiry import Timetable
+from managed_e2b.local.history import History, Sampler, Subject
 from managed_e2b.local.lifetime import Lifetime
+from managed_e2b.local.logbook import Logbook
 from managed_e2b.local.model import EnvdFactory, Sandbox, SandboxSpec, State, new_sandbox_id, new_token
-from managed_e2b.local.runtime.base import Guest, GuestGone, GuestSpec, Runtime, RuntimeUnavailable
+from managed_e2b.local.pauses import Pauses, stream_cut
+from managed_e2b.local.runtime.base import Guest, Runtime
+from managed_e2b.local.tasks import Tasks
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 RETRY_DELAY = 1.0
-"""Seconds until a kill, or a pause at the end of the time, that failed is tried again."""
+"""Seconds until a kill that failed is tried again."""
 
 CLOSE_TIMEOUT = 10.0
 """Seconds that `close` waits for creates and kills; the runtime's own end takes the rest with it."""
 
 
-def stream_cut(sandbox_id: str) -> str:
-    """What open streams of a sandbox end with when it is killed or paused: upstream's wording."""
-    return f"the connection to sandbox {sandbox_id} ended before the stream completed"
+KEPT_LOGBOOKS = 32
+"""Of how many sandboxes that are gone the lines can still be read."""
 
 
 class SandboxRegistry:
@@ -48,17 +52,20 @@ class SandboxRegistry:
     """
 
     def __init__(self, runtime: Runtime, envd: EnvdFactory, *, clock: Clock | None = None) -> None:
-        self._runtime = runtime
-        self._envd = envd
         self._clock = clock or SystemClock()
         self._sandboxes: dict[str, Sandbox] = {}
+        self._past: OrderedDict[str, Logbook] = OrderedDict()
         self._starting = 0
-        self._deadlines = Deadlines()
-        self._alarm = Alarm(self.expire_due)
-        self._tasks: set[asyncio.Task[Any]] = set()
         self._creates: set[asyncio.Task[Any]] = set()
         self._closing = False
         self.counters = Counters()
+        self._tasks = Tasks()
+        self._timetable = Timetable(self._clock, self.expire_due)
+        self._boots = Boots(runtime, envd, self._tasks, self._on_death)
+        self._copies = Copies(runtime, self.counters)
+        self._pauses = Pauses(self._boots, self._copies, self._timetable, self._clock, self._tasks, self.counters)
+        self._sampler = Sampler(self._subjects, self._clock)
+        self._sampling: asyncio.Task[None] | None = None
 
     # --- what is
 
@@ -81,13 +88,21 @@ class SandboxRegistry:
             raise sandbox_not_found(sandbox_id)
         return sandbox
 
+    def logbook(self, sandbox_id: str) -> Logbook:
+        """What happened in a sandbox; also of one that is gone, while that is not long ago. Raises ApiError(404)."""
+        sandbox = self._sandboxes.get(sandbox_id)
+        logbook = self._past.get(sandbox_id) if sandbox is None else sandbox.logbook
+        if logbook is None:
+            raise sandbox_not_found(sandbox_id)
+        return logbook
+
     # --- create
 
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """A new sandbox, running. Raises ApiError: 404 for a template the runtime lacks, 503 when it can make none."""
         if self._closing:
             raise _shutting_down()
-        task = self._start(self._create(spec))
+        task = self._tasks.start(self._create(spec))
         self._creates.add(task)
         task.add_done_callback(self._creates.discard)
         return await asyncio.shield(task)
@@ -115,43 +130,33 @@ class SandboxRegistry:
         self._starting += 1
         self._count()
         try:
-            return await self._runtime.create(sandbox_id, GuestSpec(image=spec.image))
-        except KeyError as error:
-            raise ApiError(404, f"template '{spec.template_id}' not found") from error
-        except RuntimeUnavailable as error:
-            raise ApiError(503, str(error), headers={"Should-Retry": "false"}) from error
+            return await self._boots.guest(sandbox_id, spec)
         finally:
             self._starting -= 1
 
     def _admit(self, sandbox_id: str, spec: SandboxSpec, guest: Guest) -> Sandbox:
         token = new_token() if spec.secure else None
-        env_vars = {**spec.settings.env, **spec.env_vars}
+        logbook = Logbook(self._clock)
         sandbox = Sandbox(
             sandbox_id=sandbox_id,
             spec=spec,
             access_token=token,
             traffic_token=None if spec.public_traffic else new_token(),
             guest=guest,
-            envd=self._envd(
-                EnvdContext(
-                    sandbox_id=sandbox_id,
-                    guest=guest,
-                    access_token=token,
-                    env_vars=env_vars,
-                    default_user=spec.settings.user,
-                    default_workdir=spec.settings.workdir,
-                    template_id=spec.template_id,
-                )
-            ),
+            envd=self._boots.envd(spec, guest, token, logbook),
             lifetime=Lifetime.begin(self._clock.read(), spec.timeout),
+            logbook=logbook,
         )
         self._sandboxes[sandbox_id] = sandbox
-        self._schedule(sandbox)
-        self._start(self._watch(sandbox))
+        self._timetable.set(sandbox_id, sandbox.lifetime.end.monotonic)
+        self._boots.watch(sandbox)
+        self._sample()
+        logbook.add("sandbox", "Sandbox created", template=spec.template_id, timeout=spec.timeout)
         return sandbox
 
-    async def _watch(self, sandbox: Sandbox) -> None:
-        await sandbox.guest.dead.wait()
+    def _on_death(self, sandbox: Sandbox, guest: Guest) -> None:
+        if sandbox.guest is not guest or sandbox.kept is not None:
+            return  # it was put away: its files are kept, and may run again already
         if self.find(sandbox.sandbox_id) is sandbox:
             log.warning("sandbox %s died by itself", sandbox.sandbox_id)
             self._begin_end(sandbox, "died")
@@ -170,9 +175,10 @@ class SandboxRegistry:
         """Hide the sandbox at once, and end it in a task."""
         before = sandbox.state
         sandbox.become(State.ENDING)
-        self._deadlines.discard(sandbox.sandbox_id)
+        self._timetable.discard(sandbox.sandbox_id)
         self._count()
-        sandbox.ending = self._start(self._end(sandbox, before, reason))
+        sandbox.logbook.add("sandbox", "Sandbox ends", reason=reason)
+        sandbox.ending = self._tasks.start(self._end(sandbox, before, reason))
         return sandbox.ending
 
     async def _end(self, sandbox: Sandbox, before: State, reason: str) -> None:
@@ -181,16 +187,25 @@ class SandboxRegistry:
                 # before its processes die: a stream must not see the death of its command as a normal end
                 await sandbox.envd.abort(stream_cut(sandbox.sandbox_id))
             finally:
+                if sandbox.booting is not None:
+                    await asyncio.wait([sandbox.booting])
                 await sandbox.guest.kill()
+            if sandbox.kept is not None:
+                image, sandbox.kept = sandbox.kept, None
+                await self._copies.drop(image)
         except BaseException:
             # not proven dead: it is listed again, and ending it is tried again whether or not anybody asks
             self.counters.kill_failed += 1
             sandbox.ending = None
-            sandbox.become(State.PAUSED if before in (State.PAUSED, State.RESUMING) else State.RUNNING)
+            paused = sandbox.kept is not None or before in (State.PAUSED, State.RESUMING)
+            sandbox.become(State.PAUSED if paused else State.RUNNING)
             self._count()
             asyncio.get_running_loop().call_later(RETRY_DELAY, self._end_again, sandbox, reason)
             raise
         del self._sandboxes[sandbox.sandbox_id]
+        self._past[sandbox.sandbox_id] = sandbox.logbook
+        if len(self._past) > KEPT_LOGBOOKS:
+            self._past.popitem(last=False)
         self.counters.ended[reason] += 1
         self._count()
 
@@ -203,14 +218,11 @@ class SandboxRegistry:
         self._closing = True
         for sandbox in list(self):
             self._begin_end(sandbox, "shutdown")
-        self._alarm.set(None)
+        self._timetable.stop()
         endings = {sandbox.ending for sandbox in self._sandboxes.values() if sandbox.ending is not None}
         if unfinished := endings | self._creates:
             await asyncio.wait(unfinished, timeout=CLOSE_TIMEOUT)
-        if rest := set(self._tasks):
-            for task in rest:
-                task.cancel()
-            await asyncio.wait(rest)
+        await self._tasks.cancel()
 
     # --- time
 
@@ -222,7 +234,7 @@ class SandboxRegistry:
         if sandbox.state is not State.RUNNING:
             raise ApiError(409, f'Sandbox "{sandbox_id}" is {sandbox.state}')
         sandbox.lifetime = sandbox.lifetime.reset(self._clock.read(), seconds)
-        self._schedule(sandbox)
+        self._timetable.set(sandbox_id, sandbox.lifetime.end.monotonic)
         self.expire_due()  # a zero has its effect before the answer
 
     async def refresh(self, sandbox_id: str, seconds: int) -> None:
@@ -230,131 +242,92 @@ class SandboxRegistry:
         sandbox = await self.get(sandbox_id)
         if sandbox.state is not State.RUNNING:
             raise sandbox_not_found(sandbox_id)
-        self._extend(sandbox, seconds)
-
-    def _extend(self, sandbox: Sandbox, seconds: int) -> None:
-        sandbox.lifetime = sandbox.lifetime.extend(self._clock.read(), seconds)
-        self._schedule(sandbox)
-
-    def _schedule(self, sandbox: Sandbox) -> None:
-        self._deadlines.set(sandbox.sandbox_id, sandbox.lifetime.end.monotonic)
-        self._set_alarm()
-
-    def _set_alarm(self) -> None:
-        deadline = self._deadlines.next()
-        self._alarm.set(None if deadline is None else deadline - self._clock.read().monotonic)
+        self._pauses.extend(sandbox, seconds)
 
     def expire_due(self) -> None:
         """Begin to end, or to pause, what has come to its time. The alarm calls this."""
-        for sandbox_id in self._deadlines.pop_due(self._clock.read().monotonic):
+        for sandbox_id in self._timetable.due():
             sandbox = self.find(sandbox_id)
             if sandbox is None or sandbox.state is not State.RUNNING:
                 continue
             if sandbox.spec.auto_pause:
-                self._start(self._pause_expired(sandbox))
+                self._tasks.start(self._pauses.pause_expired(sandbox))
             else:
                 self._begin_end(sandbox, "expired")
-        self._set_alarm()
+        self._timetable.rearm()
 
-    async def _pause_expired(self, sandbox: Sandbox) -> None:
-        async with sandbox.transition:
-            # connect or set_timeout may have moved the end while this waited its turn
-            if sandbox.state is State.RUNNING and sandbox.lifetime.over(self._clock.read()):
-                await self._freeze(sandbox)
+    # --- pause, resume, copies: see `pauses` and `copies`
 
-    # --- pause and resume
+    async def pause(self, sandbox_id: str, *, memory: bool = True) -> None:
+        """Stop its processes and keep its memory, or (`memory` False) keep its files and end them.
 
-    async def pause(self, sandbox_id: str) -> None:
-        """Stop its processes, keep its memory. Raises ApiError: 404, and 409 when it is paused already."""
-        await self._finish(self._pause(await self.get(sandbox_id)))
+        Raises ApiError: 404, 409 when it is paused already, and what keeps its files from being kept.
+        """
+        await self._tasks.finish(self._pauses.pause(await self.get(sandbox_id), memory=memory))
 
-    async def _pause(self, sandbox: Sandbox) -> None:
-        async with sandbox.transition:
-            if sandbox.state is State.PAUSED:
-                raise ApiError(409, f"Error pausing sandbox - sandbox '{sandbox.sandbox_id}' is already paused")
-            await self._freeze(sandbox)
-
-    async def _freeze(self, sandbox: Sandbox) -> None:
-        if not sandbox.is_in(State.RUNNING):
-            raise sandbox_not_found(sandbox.sandbox_id)
-        sandbox.become(State.PAUSING)
-        self._deadlines.discard(sandbox.sandbox_id)
-        try:
-            await sandbox.envd.abort(stream_cut(sandbox.sandbox_id))
-            await sandbox.guest.freeze()
-        except GuestGone as error:
-            raise sandbox_not_found(sandbox.sandbox_id) from error
-        except BaseException:
-            if sandbox.is_in(State.PAUSING):
-                sandbox.become(State.RUNNING)
-                now = self._clock.read().monotonic
-                self._deadlines.set(sandbox.sandbox_id, max(sandbox.lifetime.end.monotonic, now + RETRY_DELAY))
-                self._set_alarm()
-            raise
-        if not sandbox.is_in(State.PAUSING):  # killed meanwhile
-            raise sandbox_not_found(sandbox.sandbox_id)
-        sandbox.become(State.PAUSED)
-        sandbox.lifetime = sandbox.lifetime.stopped(self._clock.read())
-        self.counters.paused += 1
-
-    async def connect(self, sandbox_id: str, seconds: int) -> tuple[Sandbox, bool]:
+    async def connect(self, sandbox_id: str, seconds: int, *, memory: bool = True) -> tuple[Sandbox, bool]:
         """Let it run for `seconds` more at least; resume it when it is paused, and say so with True.
 
-        A resume is a new start: the old end is forgotten.
+        A resume is a new start: the old end is forgotten. `memory` False: what is paused boots anew from its files.
         """
         sandbox = await self.get(sandbox_id)
-        return sandbox, await self._finish(self._connect(sandbox, seconds))
+        resumed = await self._tasks.finish(self._pauses.connect(sandbox, seconds, memory=memory))
+        self._sample()
+        return sandbox, resumed
 
-    async def _connect(self, sandbox: Sandbox, seconds: int) -> bool:
-        async with sandbox.transition:
-            if sandbox.is_in(State.RUNNING):
-                self._extend(sandbox, seconds)
-                return False
-            await self._thaw(sandbox, seconds)
-            return True
+    async def wake(self, sandbox: Sandbox) -> None:
+        """Resume it for traffic. Raises ApiError(404) when it may not be woken by that."""
+        await self._tasks.finish(self._pauses.wake(sandbox))
+        self._sample()
 
-    async def _thaw(self, sandbox: Sandbox, seconds: int) -> None:
-        if not sandbox.is_in(State.PAUSED):
-            raise sandbox_not_found(sandbox.sandbox_id)
-        sandbox.become(State.RESUMING)
+    async def fork(self, sandbox_id: str, seconds: int, count: int) -> list[Sandbox | ApiError]:
+        """`count` new sandboxes with copies of its files, which live for `seconds`; for each that failed its error.
+
+        Raises ApiError before any is made: 404, 409 when it is paused, and what keeps its files from being copied.
+        """
+        sandbox = await self.get(sandbox_id)
+        made = await self._tasks.finish(self._copies.fork(sandbox, seconds, count, self.create))
+        sandbox.logbook.add("sandbox", "Sandbox forked", count=count)
+        return made
+
+    async def commit(self, sandbox_id: str, keep: Callable[[Sandbox, str], T]) -> T:
+        """Copy its files into a new image, and hand that to `keep`, which owns it unless it raises.
+
+        Raises ApiError, as `fork`, and what `keep` raises.
+        """
+        return await self._tasks.finish(self._commit(await self.get(sandbox_id), keep))
+
+    async def _commit(self, sandbox: Sandbox, keep: Callable[[Sandbox, str], T]) -> T:
+        image = await self._copies.snapshot(sandbox)
         try:
-            await sandbox.guest.thaw()
-        except GuestGone as error:
-            raise sandbox_not_found(sandbox.sandbox_id) from error
+            kept = keep(sandbox, image)
         except BaseException:
-            if sandbox.is_in(State.RESUMING):
-                sandbox.become(State.PAUSED)
+            await self._copies.drop(image)
             raise
-        if not sandbox.is_in(State.RESUMING):  # killed meanwhile
-            raise sandbox_not_found(sandbox.sandbox_id)
-        sandbox.become(State.RUNNING)
-        sandbox.lifetime = Lifetime.begin(self._clock.read(), seconds)
-        self._schedule(sandbox)
-        self.counters.resumed += 1
+        sandbox.logbook.add("sandbox", "Sandbox snapshotted")
+        return kept
 
-    # --- tasks
+    # --- samples
+
+    def _sample(self) -> None:
+        if self._sampling is None and not self._closing:
+            self._sampling = self._tasks.start(self._sampler.run())
+        self._sampler.wake()
+
+    def _subjects(self) -> Iterator[Subject]:
+        return (Subject(box.guest, box.history) for box in self._sandboxes.values() if box.state is State.RUNNING)
+
+    async def history(self, sandbox: Sandbox) -> History:
+        """What it used, a sample of this second included while it runs and the newest one is not new enough."""
+        last, now = sandbox.history.last, self._clock.read().wall
+        stale = last is None or (now - last.at).total_seconds() >= history.INTERVAL
+        if stale and sandbox.is_in(State.RUNNING):
+            await history.sample(Subject(sandbox.guest, sandbox.history), self._clock)
+        return sandbox.history
 
     def _count(self) -> None:
         listed = sum(1 for _ in self)
         self.counters.observe(starting=self._starting, listed=listed, ending=len(self._sandboxes) - listed)
-
-    async def _finish(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run `work` to its end even when the caller is cancelled."""
-        return await asyncio.shield(self._start(work))
-
-    def _start(self, work: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-        return task
-
-    def _done(self, task: asyncio.Task[Any]) -> None:
-        self._tasks.discard(task)
-        if task.cancelled():
-            return
-        error = task.exception()
-        if error is not None and not isinstance(error, ApiError):
-            log.error("a change of a sandbox failed", exc_info=error)
 
 
 def _shutting_down() -> ApiError:

@@ -1,0 +1,76 @@
+"""How a sandbox gets a guest to run in, and an envd to answer for it: at its creation, and when it boots anew."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from managed_e2b.local.envd.context import EnvdContext
+from managed_e2b.local.errors import ApiError
+from managed_e2b.local.logbook import Logbook
+from managed_e2b.local.model import EnvdApp, EnvdFactory, Sandbox, SandboxSpec
+from managed_e2b.local.runtime.base import Guest, GuestSpec, Runtime, RuntimeUnavailable
+from managed_e2b.local.tasks import Tasks
+
+
+class Boots:
+    """`on_death` is called when a guest that was watched is dead, whatever ended it."""
+
+    def __init__(
+        self, runtime: Runtime, envd: EnvdFactory, tasks: Tasks, on_death: Callable[[Sandbox, Guest], None]
+    ) -> None:
+        self._runtime = runtime
+        self._envd = envd
+        self._tasks = tasks
+        self._on_death = on_death
+
+    async def guest(self, sandbox_id: str, spec: SandboxSpec, image: str | None = None) -> Guest:
+        """A guest as `spec` wants it, of its image or of another.
+
+        Raises ApiError: 404 when the image is gone, 503 when the runtime can make none.
+        """
+        try:
+            return await self._runtime.create(sandbox_id, GuestSpec(image=image or spec.image))
+        except KeyError as error:
+            raise ApiError(404, f"template '{spec.template_id}' not found") from error
+        except RuntimeUnavailable as error:
+            raise ApiError(503, str(error), headers={"Should-Retry": "false"}) from error
+
+    def envd(self, spec: SandboxSpec, guest: Guest, access_token: str | None, logbook: Logbook) -> EnvdApp:
+        """envd of a guest."""
+        return self._envd(
+            EnvdContext(
+                sandbox_id=guest.sandbox_id,
+                guest=guest,
+                access_token=access_token,
+                env_vars={**spec.settings.env, **spec.env_vars},
+                default_user=spec.settings.user,
+                default_workdir=spec.settings.workdir,
+                template_id=spec.template_id,
+                logbook=logbook,
+            )
+        )
+
+    def watch(self, sandbox: Sandbox) -> None:
+        """Tell of the death of the guest that the sandbox has now."""
+        self._tasks.start(self._watch(sandbox, sandbox.guest))
+
+    async def _watch(self, sandbox: Sandbox, guest: Guest) -> None:
+        await guest.dead.wait()
+        self._on_death(sandbox, guest)
+
+    async def anew(self, sandbox: Sandbox, image: str) -> None:
+        """Give the sandbox a new guest, of that image, and a new envd with the same token; the image is used up.
+
+        Raises ApiError, as `guest`; nothing is changed then.
+        """
+        # nobody is left in there; but what could not be removed of it then must be gone before its id is used again
+        await sandbox.guest.kill()
+        guest = await self.guest(sandbox.sandbox_id, sandbox.spec, image)
+        try:
+            envd = self.envd(sandbox.spec, guest, sandbox.access_token, sandbox.logbook)
+        except BaseException:
+            await guest.kill()
+            raise
+        sandbox.guest, sandbox.envd, sandbox.kept = guest, envd, None
+        self.watch(sandbox)
+        await self._runtime.remove_image(image)
