@@ -9,11 +9,16 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 
 class RuntimeUnavailable(Exception):
     """This host cannot run sandboxes. The message says what is missing and how to get it, in one line."""
+
+
+class ImageUnavailable(Exception):
+    """An image that is on offer cannot be made here. The message says why, and what to do, in one line."""
 
 
 class GuestGone(Exception):
@@ -176,13 +181,35 @@ class Guest(Protocol):
         ...
 
 
+class Recipe(Protocol):
+    """How the server makes an image by itself: what it puts on top of `base`. Both are called in a thread."""
+
+    def digest(self) -> str:
+        """Tells what `fill` would make now: the same text, the same files. Raises ImageUnavailable."""
+        ...
+
+    def fill(self, layer: Path) -> None:
+        """Write what belongs at `/` into `layer/root`, and what belongs at `/usr` into `layer/usr`.
+
+        Whose files they become, and their modes but for `x`, is the runtime's. Raises ImageUnavailable and OSError.
+        """
+        ...
+
+
 class Runtime(Protocol):
     async def start(self) -> None:
         """Make ready; remove what an earlier server left. Raises RuntimeUnavailable."""
         ...
 
     async def create(self, sandbox_id: str, spec: GuestSpec = PLAIN) -> Guest:
-        """A new sandbox, ready for commands. Raises RuntimeUnavailable, and KeyError for an unknown image."""
+        """A new sandbox, ready for commands.
+
+        Raises RuntimeUnavailable, KeyError for an unknown image, ImageUnavailable for one that cannot be made.
+        """
+        ...
+
+    def offer(self, image: str, recipe: Recipe) -> None:
+        """Let sandboxes be made of an image that is made when first needed. Raises ValueError: the name is taken."""
         ...
 
     async def remove_image(self, image: str) -> None:

@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any
 
 from managed_e2b.local.runtime import bwrap, doctor
-from managed_e2b.local.runtime.base import PLAIN, GuestGone, GuestSpec, RuntimeUnavailable
+from managed_e2b.local.runtime.base import PLAIN, GuestGone, GuestSpec, Recipe, RuntimeUnavailable
 from managed_e2b.local.runtime.ground import Ground
 from managed_e2b.local.runtime.guest import BubblewrapGuest
 from managed_e2b.local.runtime.idmap import IdMap
 from managed_e2b.local.runtime.image_store import ImageStore
 from managed_e2b.local.runtime.images import BASE, Image
 from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
+from managed_e2b.local.runtime.recipes import Recipes
 from managed_e2b.local.runtime.spawners import Spawners
 
 _log = logging.getLogger(__name__)
@@ -44,6 +45,7 @@ class BubblewrapRuntime:
         self._ground = Ground(data_dir)
         self._spawners = Spawners(self._ground.show, self._on_spawner_death)
         self._images = ImageStore(lambda: self.spawner_link, lambda: self._ground.view)
+        self._recipes = Recipes(self._ground, self._images)
         self._guests: dict[str, BubblewrapGuest] = {}
         self._launching: dict[str, asyncio.Task[BubblewrapGuest]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -91,7 +93,11 @@ class BubblewrapRuntime:
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
+    def offer(self, image: str, recipe: Recipe) -> None:
+        self._recipes.offer(image, recipe)
+
     async def create(self, sandbox_id: str, spec: GuestSpec = PLAIN) -> BubblewrapGuest:
+        await self._recipes.provide(spec.image)
         if not _SANDBOX_ID.fullmatch(sandbox_id) or sandbox_id in self._guests or sandbox_id in self._launching:
             raise ValueError(f"not a new sandbox id: {sandbox_id!r}")
         self.spawner_link  # noqa: B018 - raises: not started, or failed
@@ -190,6 +196,7 @@ class BubblewrapRuntime:
         try:
             await asyncio.gather(*(guest.kill() for guest in list(self._guests.values())))
             await asyncio.gather(*self._chores)
+            await self._recipes.settled()
             await self._images.settled()
         finally:
             spawner = self._spawners.retire()

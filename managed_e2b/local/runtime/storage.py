@@ -54,9 +54,12 @@ class Home:
     def path(self) -> Path:
         return self.top / self.name
 
-    def keep(self, ids: IdMap) -> Path:
-        """The directory beside us for layers that outlive their server, and are shared by those of the same ids."""
-        path = self.top / f"layers-{ids.root_uid}"
+    def keep(self, ids: IdMap, of: str | None = None) -> Path:
+        """The directory beside us for layers that outlive their server, and are shared by those of the same ids.
+
+        `of`: an image that has a directory of its own for them. None: `base`.
+        """
+        path = self.top / ("layers-" + (f"{of}-" if of else "") + str(ids.root_uid))
         with _alone(self.top):
             if not path.exists():
                 path.mkdir(mode=0o700)

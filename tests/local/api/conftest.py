@@ -28,6 +28,7 @@ from managed_e2b.local.runtime.base import (
     GuestError,
     GuestProcess,
     GuestSpec,
+    Recipe,
     Reply,
     RuntimeUnavailable,
     Usage,
@@ -124,6 +125,9 @@ class FakeRuntime:
         guest = FakeGuest(sandbox_id)
         self.guests.append(guest)
         return guest
+
+    def offer(self, image: str, recipe: Recipe) -> None:
+        pass
 
     async def remove_image(self, image: str) -> None:
         raise KeyError(image)
