@@ -30,6 +30,7 @@ from .errors import (
     StageError,
     StateTransitionError,
     TemplateNotFoundError,
+    TemplateOutdatedError,
     TosError,
     ValidationError,
 )
@@ -97,6 +98,7 @@ __all__ = [
     "State",
     "StateTransitionError",
     "TemplateNotFoundError",
+    "TemplateOutdatedError",
     "TosError",
     "ValidationError",
     "get_e2b_config",

@@ -10,6 +10,7 @@
     │   ├── BackendUnavailableError    it could not be reached, or this host cannot run the local one
     │   ├── AuthenticationError        the key was refused
     │   ├── TemplateNotFoundError      no such template there
+    │   ├── TemplateOutdatedError      the agent in its sandboxes is too old for the SDK
     │   ├── RateLimitedError           429; `retry_after` in seconds when the endpoint named one
     │   ├── SandboxCreateError         a create failed, or its answer never came and could not be found
     │   └── SandboxUnreachableError    nothing in the sandbox answers; it is not known to be dead
@@ -92,6 +93,10 @@ class AuthenticationError(BackendError):
 
 class TemplateNotFoundError(BackendError):
     """The endpoint knows no such template."""
+
+
+class TemplateOutdatedError(BackendError):
+    """The agent (envd) in the template's sandboxes is too old for this SDK: build the template anew."""
 
 
 class RateLimitedError(BackendError):

@@ -27,6 +27,7 @@ from ..errors import (
     RateLimitedError,
     SandboxNotRunning,
     TemplateNotFoundError,
+    TemplateOutdatedError,
 )
 from ..models import RemoteSandbox
 from ..rules import retry_after
@@ -99,6 +100,11 @@ class Sdk(Inside):
             sandbox = await answer(
                 self._class.create(template, timeout=timeout, metadata=dict(metadata), envs=dict(envs), **options)
             )
+        except sdk_errors.TemplateException as error:  # the SDK has looked at the agent's version, and killed it
+            raise TemplateOutdatedError(
+                f"the agent (envd) in sandboxes of template {template!r} at {self.endpoint} is too old for e2b "
+                f"{SDK_VERSION}: build the template anew with `e2b template build`"
+            ) from error
         except Exception as error:
             if _status(error) == 404:
                 raise TemplateNotFoundError(

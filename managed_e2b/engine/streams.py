@@ -17,6 +17,7 @@ from ..errors import (
     Me2bError,
     NotOpened,
     ProcessGone,
+    RateLimitedError,
     SandboxNotRunning,
     SandboxUnreachableError,
     StreamBroken,
@@ -31,6 +32,9 @@ MARK = "ME2B_COMMAND"
 
 PATIENCE = 30.0
 """Seconds for which a sandbox that runs, or does not answer, is asked for a command again after its last sign."""
+
+PROBE = 10.0
+"""Seconds for `true`, which tells whether it was the command that was refused or the sandbox is broken."""
 
 _LOOKS = 3
 """How often a command is looked for whose start was not answered: it may just be starting."""
@@ -56,8 +60,8 @@ class Stream:
     async def run(self, command: str, *, envs: Mapping[str, str], user: str | None, cwd: str | None) -> int | None:
         """Start it and follow it: its exit code, -1 when a signal ended it, None when it ran past its timeout.
 
-        Raises SandboxGoneError, SandboxUnreachableError, CommandLostError, and another BackendError when the sandbox
-        refuses to start it.
+        Raises SandboxGoneError, SandboxUnreachableError (also when the sandbox can start nothing any more),
+        CommandLostError, and another BackendError when the sandbox refuses to start this command.
         """
         self.may_run = True
         self._started = self._seen = time.monotonic()
@@ -82,9 +86,32 @@ class Stream:
             raise await self._why(error) from error
         except (StreamBroken, SandboxNotRunning, SandboxUnreachableError) as error:
             return await self._pick_up(error)
-        except BackendError:
+        except BackendError as error:
             self.may_run = False  # it was refused
+            if not isinstance(error, RateLimitedError) and (broken := await self._broken()) is not None:
+                raise broken from error
             raise
+
+    async def _broken(self) -> Me2bError | None:
+        """Why not even `true` can be started in the sandbox, as when its shell is gone; None: it can be."""
+        try:
+            await self._engine.driver.sdk.run(
+                self._acquired.sandbox,
+                "true",
+                on_start=lambda _pid: None,
+                on_stdout=lambda _data: None,
+                on_stderr=lambda _data: None,
+                envs={},
+                user=None,
+                cwd=None,
+                timeout=PROBE,
+                opening=PROBE,
+            )
+        except RateLimitedError:
+            return None
+        except BackendError as error:
+            return await why_failed(self._engine, self._acquired, error)
+        return None
 
     def _begun(self, pid: int) -> None:
         self.pid = pid

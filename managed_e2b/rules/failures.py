@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import enum
 
-from ..errors import AuthenticationError, BackendError, BackendUnavailableError, RateLimitedError, TemplateNotFoundError
+from ..errors import (
+    AuthenticationError,
+    BackendError,
+    BackendUnavailableError,
+    RateLimitedError,
+    TemplateNotFoundError,
+    TemplateOutdatedError,
+)
 
 
 class Verdict(enum.Enum):
@@ -24,7 +31,7 @@ def create_verdict(error: BackendError) -> Verdict:
     """Judge a failed create by type and status. What is not recognised is UNKNOWN, never 'nothing happened'."""
     if isinstance(error, RateLimitedError):
         return Verdict.SLOW_DOWN
-    if isinstance(error, AuthenticationError | TemplateNotFoundError):
+    if isinstance(error, AuthenticationError | TemplateNotFoundError | TemplateOutdatedError):
         return Verdict.REFUSED
     if isinstance(error, BackendUnavailableError):
         return Verdict.NOT_SENT

@@ -28,9 +28,17 @@ _AT_ONCE = struct.pack("ii", 1, 0)
 
 
 class Proxy:
-    """Passes bytes on to the server at `target`; its own end speaks TLS when it is given a context."""
+    """Passes bytes on to the server at `target`; its own end speaks TLS when it is given a context.
 
-    def __init__(self, target: str, tls: ssl.SSLContext | None = None) -> None:
+    `replace`: bytes that the server's answers shall have in place of others, as many.
+    """
+
+    def __init__(
+        self, target: str, tls: ssl.SSLContext | None = None, replace: tuple[bytes, bytes] = (b"", b"")
+    ) -> None:
+        assert len(replace[0]) == len(replace[1]), "a length was announced"
+        self._replace = replace
+        self._deaf = False
         parts = urlsplit(target)
         assert parts.hostname is not None
         self._target = (parts.hostname, parts.port)
@@ -74,6 +82,14 @@ class Proxy:
         """Let nothing pass any more on the connections that are open now; how many they are. New ones work."""
         return self._call(self._freeze())
 
+    def deafen(self) -> None:
+        """Let nothing pass any more, on connections that are open and on new ones, which are taken."""
+        self._call(self._hear(False))
+
+    def hear(self) -> None:
+        """Let pass what was held up, and everything from now on."""
+        self._call(self._hear(True))
+
     def _call(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
@@ -99,8 +115,15 @@ class Proxy:
             connection.passing.clear()
         return len(self._open)
 
+    async def _hear(self, hears: bool) -> None:
+        self._deaf = not hears
+        for connection in self._open:
+            (connection.passing.set if hears else connection.passing.clear)()
+
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        connection = _Connection(writer)
+        connection = _Connection(writer, self._replace)
+        if self._deaf:
+            connection.passing.clear()
         self._open.add(connection)
         try:
             there_reader, there_writer = await asyncio.open_connection(*self._target)
@@ -123,7 +146,8 @@ class Proxy:
 
 
 class _Connection:
-    def __init__(self, client: asyncio.StreamWriter) -> None:
+    def __init__(self, client: asyncio.StreamWriter, replace: tuple[bytes, bytes]) -> None:
+        self._replace = replace
         self.there: asyncio.StreamWriter | None = None
         self.pumps: list[asyncio.Task[None]] = []
         self.passing = asyncio.Event()
@@ -136,7 +160,7 @@ class _Connection:
         try:
             while data := await reader.read(65536):
                 await self.passing.wait()
-                writer.write(data)
+                writer.write(data.replace(*self._replace) if self._replace[0] and writer is self._client else data)
                 await writer.drain()
         except ConnectionError:
             pass  # the end of one side is the end of the other
