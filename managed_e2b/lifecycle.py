@@ -10,6 +10,8 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Collection, Mapping
+from concurrent import futures
+from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import Any
@@ -47,6 +49,9 @@ HOBBY_CREATE_RATE = 1.0
 
 SHUTDOWN_TIMEOUT = 30.0
 """Seconds."""
+
+_SHUT = "shut"
+"""Wakes who waits for a shutdown that another call has begun."""
 
 CLEANERS = 32
 """Releases of one lifecycle at once: a thousand tasks that end together must not be a storm of requests."""
@@ -110,7 +115,9 @@ class _Lifecycle:
         self._reaper_max_iter = reaper_max_iter
         self._closed = False
         self._closing = threading.Lock()
-        self._ended = threading.Event()
+        self._outcome: Future[tuple[SandboxRecord, ...]] = Future()
+        """What the shutdown comes to; told once."""
+        self._told = False
         self._backend = open_backend(backend, e2b_api_url, e2b_key, env_file)
         try:
             ledger = open_engine(db_path)
@@ -253,41 +260,71 @@ class _Lifecycle:
     def end(self, timeout: float) -> None:
         """See `exits.Endable`."""
         deadline = time.monotonic() + timeout
-        self._shutdown(timeout)
-        self._ended.wait(max(0.0, deadline - time.monotonic()))
+        if self._shutdown(timeout):
+            self._tell()
+        futures.wait([self._outcome], max(0.0, deadline - time.monotonic()))
 
-    def _shutdown(self, timeout: float) -> tuple[SandboxRecord, ...]:
-        """Blocking; see `SandboxLifecycle.shutdown`."""
+    async def _close(self, timeout: float) -> tuple[SandboxRecord, ...]:
+        """See `SandboxLifecycle.shutdown`."""
+        if self._pid != os.getpid():
+            return ()
+        deadline = time.monotonic() + timeout
+        driver = self._engine.driver
+        try:
+            await driver.finish(self._shutdown, timeout)
+            # Another call may have begun it, which was cancelled, or is another task's.
+            while not self._outcome.done() and (left := deadline - time.monotonic()) > 0:
+                told = driver.told
+                if not self._outcome.done():
+                    await driver.wait(left, _SHUT, told)
+            return self._tell() if self._outcome.done() else self._checked(tuple(self._open_rows()), timeout)
+        finally:
+            exits.restore()
+
+    def _tell(self) -> tuple[SandboxRecord, ...]:
+        """What the shutdown came to, for the first who asks."""
+        with self._closing:
+            told, self._told = self._told, True
+        return () if told else self._outcome.result(0)
+
+    def _shutdown(self, timeout: float) -> bool:
+        """Blocking: shut down, unless that has begun before. Whether this was the first call."""
         with self._closing:
             if self._closed:
-                return ()
+                return False
             self._closed = True
+        try:
+            outcome = self._end_and_close(timeout)
+        except BaseException as error:  # noqa: BLE001 - whoever asks raises it
+            self._outcome.set_exception(error)
+        else:
+            self._outcome.set_result(outcome)
+        self._engine.driver.notify(_SHUT)
+        return True
+
+    def _end_and_close(self, timeout: float) -> tuple[SandboxRecord, ...]:
         deadline = time.monotonic() + timeout
         left: tuple[SandboxRecord, ...] = ()
-        is_told = False
         try:
             self._keeper.stop(0.0)  # it is asked to; what it is doing goes on beside the rest
             self._end_all(deadline)
             self._engine.driver.join(max(0.0, deadline - time.monotonic()))
             self._keeper.stop(max(0.0, deadline - time.monotonic()))
             left = tuple(self._open_rows())  # whoever of these has ended them
-            self._book.close_owner(self._engine.owner)
-            is_told = True
-        except LedgerError as error:
-            if living := [made.sandbox_id for made in self._engine.made.values() if not made.is_dead]:
-                error.add_note(f"not proved dead: {', '.join(living)}; at the latest their lease ends them")
-            raise
         finally:
             try:
-                # A goodbye that the ledger has not taken is for the watchdog to deliver.
-                companion.dismiss(self._engine.owner, left_something=bool(left) or not is_told)
+                self._book.close_owner(self._engine.owner)
+                companion.dismiss(self._engine.owner, left_something=bool(left))
             finally:
                 close_backend(self._backend)
                 self._book.close()
                 exits.closed(self)
-                self._ended.set()
         if self._backend.is_local:  # the local server has just taken its sandboxes with it
             return ()
+        return self._checked(left, timeout)
+
+    def _checked(self, left: tuple[SandboxRecord, ...], timeout: float) -> tuple[SandboxRecord, ...]:
+        """The rows that are left, when none of them has a sandbox. Raises SandboxLeakError."""
         known = [record.sandbox_id for record in left if record.sandbox_id is not None]
         if known:
             raise SandboxLeakError(
@@ -420,15 +457,11 @@ class SandboxLifecycle(_Lifecycle):
 
         Raises SandboxLeakError when sandboxes could not be proved dead in time. Returns the rows of creates that were
         never answered, of which it is not known yet whether they made one; most often none. Both are left `cleaning`,
-        for any reaper on this ledger, and end with their lease at the latest. May be called again. In a forked child
-        it does nothing: everything is the parent's.
+        for any reaper on this ledger, and end with their lease at the latest. May be called again: it waits for what
+        the first call has begun, should that have been interrupted. In a forked child it does nothing: everything is
+        the parent's.
         """
-        if self._pid != os.getpid():
-            return ()
-        try:
-            return _run(self._engine.driver.finish(self._shutdown, timeout))
-        finally:
-            exits.restore()
+        return _run(self._close(timeout))
 
     def __enter__(self) -> SandboxLifecycle:
         return self
@@ -506,12 +539,7 @@ class AsyncSandboxLifecycle(_Lifecycle):
 
     async def shutdown(self, timeout: float = SHUTDOWN_TIMEOUT) -> tuple[SandboxRecord, ...]:
         """See SandboxLifecycle.shutdown."""
-        if self._pid != os.getpid():
-            return ()
-        try:
-            return await self._engine.driver.finish(self._shutdown, timeout)
-        finally:
-            exits.restore()
+        return await self._close(timeout)
 
     async def __aenter__(self) -> AsyncSandboxLifecycle:
         return self

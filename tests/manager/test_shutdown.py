@@ -97,3 +97,30 @@ async def test_what_cannot_be_proved_dead_is_an_error_with_its_ids_and_a_keeper_
     go.set()
     watcher = face.open()
     until(lambda: len(watcher._book.records(states_=[State.CLEANED])) == 2, "it goes on")
+
+
+async def test_a_second_call_waits_for_the_first_and_tells_what_nobody_heard(face: Face) -> None:
+    lifecycle = face.open()
+    handle = await entered(face, context := lifecycle.acquire())
+    hanging, go = threading.Event(), threading.Event()
+    sdk = lifecycle._cleaner.driver.sdk
+    kill = sdk.kill
+
+    async def hang(sandbox_id: str) -> bool:
+        hanging.set()
+        assert go.wait(60)
+        return bool(await kill(sandbox_id))
+
+    sdk.kill = hang
+    first = threading.Thread(target=lifecycle._shutdown, args=(1.0,))  # as one that nobody waits for any more
+    first.start()
+    until(hanging.is_set, "the first call is at it")
+    with pytest.raises(SandboxLeakError) as caught:
+        await settle(lifecycle.shutdown(timeout=30))
+    assert caught.value.sandbox_ids == (handle.sandbox_id,)
+    first.join(5)
+    assert await settle(lifecycle.shutdown()) == (), "it has been told"
+    go.set()
+    watcher = face.open()
+    until(lambda: watcher._book.records(states_=[State.CLEANED]), "it goes on")
+    del context
