@@ -162,9 +162,16 @@ class _Lifecycle:
                 int(stale_timeout * SECOND),
                 max_concurrent,
             )
-            self._keeper = Keeper(self._cleaner, _run, stale_after=stale_timeout, reaps=opening_reap)
+            has_watchdog = watchdog and not self._backend.is_local
+            self._keeper = Keeper(
+                self._cleaner,
+                _run,
+                stale_after=stale_timeout,
+                reaps=opening_reap,
+                watch=companion.look if has_watchdog else None,
+            )
             self._registration: dict[str, Any] | None = None
-            if watchdog and not self._backend.is_local:
+            if has_watchdog:
                 self._registration = {
                     "owner": owner,
                     "ledger": location(ledger),

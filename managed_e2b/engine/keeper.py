@@ -36,9 +36,17 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 class Keeper:
-    """See the module. `run` drives a coroutine of the engine over the blocking driver."""
+    """See the module. `run` drives a coroutine of the engine over the blocking driver; `watch` is called every TICK."""
 
-    def __init__(self, engine: Engine, run: Run, *, stale_after: float, reaps: bool) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        run: Run,
+        *,
+        stale_after: float,
+        reaps: bool,
+        watch: Callable[[], object] | None = None,
+    ) -> None:
         self._engine = engine
         self._run = run
         self._stop = threading.Event()
@@ -49,6 +57,8 @@ class Keeper:
             self._thread("sweep", TICK, self._sweep),
             self._thread("identity", TICK, self._identify),
         ]
+        if watch is not None:
+            self._threads.append(self._thread("watch", TICK, watch))
         if reaps:
             self._threads.append(self._thread("reap", REAP_INTERVAL, self._reap, at_once=True))
 

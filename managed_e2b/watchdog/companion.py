@@ -10,6 +10,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,10 @@ _STOP_PATIENCE = 5.0
 
 _STARTS = 3
 """How many in a row may end before they were up."""
+
+CALM = 60.0
+"""Seconds: a watchdog that ends is replaced at once, the next ones 1, 2, 4 … and at most so many seconds after the one
+before. Once one has lived for as long, it begins anew."""
 
 _NO_SIGNAL = getattr(socket, "MSG_NOSIGNAL", 0)
 
@@ -44,13 +49,13 @@ class Companion:
             if self._broken:
                 return
             self._registrations[owner] = registration
-            try:
-                if not self._alive():
-                    self._start()
-                elif owner not in self._told:
-                    self._register(owner)
-            except OSError as error:
-                self._give_up(f"{type(error).__name__}: {error}")
+            self._tend(owner)
+
+    def look(self) -> None:
+        """Start another watchdog when the one that somebody needs has ended. Cheap when it has not."""
+        with self._lock:
+            if self._registrations and not self._broken:
+                self._tend()
 
     def dismiss(self, owner: str, *, left_something: bool = False) -> None:
         """Say goodbye for an owner that is closed. `left_something`: the watchdog goes on with it at once."""
@@ -60,9 +65,10 @@ class Companion:
             try:
                 self._send({"hand_over" if left_something else "goodbye": owner})
             except OSError:
-                logger.warning(
-                    "the watchdog is gone; what is still `cleaning` is for the next lifecycle or `me2b reap`"
-                )
+                if left_something:
+                    logger.warning(
+                        "the watchdog is gone; what is still `cleaning` is for the next lifecycle or `me2b reap`"
+                    )
             if not self._registrations:
                 self._stop()
 
@@ -86,8 +92,41 @@ class Companion:
         self._process: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
         self._came_up = False
-        self._young_deaths = 0
+        self._started = self._due = 0.0
+        self._deaths = self._young_deaths = 0
         self._broken = False
+
+    def _tend(self, owner: str | None = None) -> None:
+        try:
+            if not self._alive():
+                self._bury()
+                if not self._broken and time.monotonic() >= self._due:
+                    self._start()
+            elif owner is not None and owner not in self._told:
+                self._register(owner)
+        except OSError as error:
+            self._give_up(f"{type(error).__name__}: {error}")
+
+    def _bury(self) -> None:
+        """Take note of the end of the one that was there, and of when the next one may be started."""
+        if self._line is None:
+            return
+        now = time.monotonic()
+        self._young_deaths = 0 if self._came_up else self._young_deaths + 1
+        if now - self._started >= CALM:
+            self._deaths = 0
+        self._deaths += 1
+        self._due = now + (0.0 if self._deaths == 1 else min(CALM, 2.0 ** min(self._deaths - 2, 10)))
+        self._stop()
+        if self._young_deaths >= _STARTS:
+            self._give_up("it ends at once")
+        elif self._deaths == _STARTS:
+            logger.warning(
+                "the watchdog has ended %d times in a row; it is started again, less and less often. While there is "
+                "none: if this process is killed, its sandboxes live until their lease ends or the next lifecycle on "
+                "this ledger reaps them",
+                self._deaths,
+            )
 
     def _alive(self) -> bool:
         """Whether its end of the socket is open: one system call, on every acquire."""
@@ -103,12 +142,6 @@ class Companion:
         return False
 
     def _start(self) -> None:
-        if self._line is not None:
-            self._young_deaths = 0 if self._came_up else self._young_deaths + 1
-            self._stop()
-            if self._young_deaths >= _STARTS:
-                self._give_up("it ends at once")
-                return
         if not sys.executable or getattr(sys, "frozen", False):
             self._give_up("this program runs in no Python interpreter that could be started again")
             return
@@ -135,6 +168,7 @@ class Companion:
             if process is not None:
                 os.close(process)
         self._line, self._came_up, self._told = ours, False, set()
+        self._started = time.monotonic()
         self._send({"hello": _hello()})
         for owner in self._registrations:
             self._register(owner)

@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from managed_e2b import SandboxLifecycle, State
 from managed_e2b.testing.chaos import Chaos
 from managed_e2b.testing.server import TestServer
 from managed_e2b.watchdog.__main__ import Watch
-from managed_e2b.watchdog.companion import Companion
+from managed_e2b.watchdog.companion import CALM, Companion
 from managed_e2b.watchdog.estate import Estate
 
 from .conftest import until
@@ -119,6 +120,69 @@ def test_a_killed_watchdog_is_replaced_at_the_next_acquire_and_knows_all(program
     assert is_running(int(second))
     program.kill()
     until(lambda: not programs.running(one, two), "the second one has ended what both held")
+
+
+def test_a_killed_watchdog_is_replaced_though_nobody_acquires(programs: Programs) -> None:
+    program = programs.start(
+        """
+        lifecycle = opened(); entered(lifecycle)
+        say(lifecycle.owner_id, watchdog())
+        while sys.stdin.readline():
+            say(watchdog())
+        """
+    )
+    owner, first = program.said()
+    os.kill(int(first), signal.SIGKILL)
+
+    def is_replaced() -> bool:
+        program.tell()
+        return program.said()[0] not in (first, "None")
+
+    until(is_replaced, "there is another one")
+    program.kill()
+    until(lambda: not programs.running(owner), "it has ended what was held")
+
+
+def test_one_that_is_killed_again_and_again_is_replaced_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 1000.0
+    monkeypatch.setattr("managed_e2b.watchdog.companion.time", SimpleNamespace(monotonic=lambda: now))
+    companion = Companion()
+    companion.watch("owner", {"owner": "owner"})
+
+    def kill() -> None:
+        pid = companion.pid
+        assert pid is not None
+        until(lambda: _ignores(pid, signal.SIGTERM), "the watchdog is up")
+        until(lambda: companion.look() or companion._came_up, "it is known to be up")
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not is_running(pid), "the watchdog is dead")
+        companion.look()
+
+    try:
+        kill()
+        assert companion.pid is not None, "the first time it is replaced at once"
+        for pause in (1, 2, 4):
+            kill()
+            assert companion.pid is None
+            now += pause - 0.5
+            companion.watch("another", {"owner": "another"})
+            assert companion.pid is None, "not by an acquire either"
+            now += 0.5
+            companion.look()
+        assert len(caplog.messages) == 1
+        assert "has ended 3 times in a row" in caplog.messages[0]
+        now += CALM
+        kill()
+        assert companion.pid is not None, "it had lived for long enough"
+        assert len(caplog.messages) == 1
+    finally:
+        for owner in ("owner", "another"):
+            companion.dismiss(owner)
+    assert companion.pid is None
+    companion.look()
+    assert companion.pid is None, "nobody needs one"
 
 
 def test_signals_for_the_program_and_its_group_do_not_reach_the_watchdog(programs: Programs) -> None:
