@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from managed_e2b.local.server import LocalServer
 
 DEFAULT_PORT = 7820
+DEFAULT_DOMAIN = "e2b.app"
 
 
 def serve(
@@ -41,13 +42,22 @@ def serve(
         int | None,
         typer.Option("--chaos-seed", metavar="N", help="The seed of all chance in --chaos, in place of the script's."),
     ] = None,
+    tls: Annotated[
+        bool,
+        typer.Option("--tls", help="Answer https:// to its names as an HTTPS proxy; `me2b env` tells clients how."),
+    ] = False,
+    domain: Annotated[
+        str | None, typer.Option("--domain", metavar="NAME", help="With --tls: the sandboxes' domain (e2b.app).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the local E2B-compatible server until Ctrl-C or SIGTERM; its sandboxes end with it.
 
     It listens on the loopback address only. The API key is E2B_API_KEY when that is set, else one that the server
     makes and keeps readable for you alone: `me2b env` prints what any E2B SDK needs. With --json one line
-    `{"url": ..., "pid": ...}` tells when it listens. With --chaos whoever has the key can make it fail on purpose
+    `{"url": ..., "pid": ...}` tells when it listens. With --tls it is also the HTTPS proxy of its own names, so that
+    `https://<port>-<id>.<domain>` works; the authority that signs for them is this user's own, kept in the state
+    directory and good for that domain alone. With --chaos whoever has the key can make it fail on purpose
     (docs/testing.md): for tests only.
     """
     try:
@@ -57,9 +67,19 @@ def serve(
     script = None if chaos is None else _script(chaos, chaos_seed)
     if script is None and chaos_seed is not None:
         fail("--chaos-seed needs --chaos")
+    if domain is not None and not tls:
+        fail("--domain needs --tls")
     logging.basicConfig(level=logging.WARNING, format="me2b serve: %(message)s")
     try:
-        run_server(port, data_dir=data_dir, chaos=script, announce=_print_ready if as_json else _tell_ready)
+        run_server(
+            port,
+            data_dir=data_dir,
+            chaos=script,
+            tls_domain=(domain or DEFAULT_DOMAIN) if tls else None,
+            announce=_print_ready if as_json else _tell_ready,
+        )
+    except ValueError as error:
+        fail(f"--domain: {error}")
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             fail(f"port {port} is taken: choose another with --port, or --port 0 for a free one")

@@ -1,8 +1,9 @@
 """`python -m managed_e2b.local`: the server as a child of the program that uses it (see `background`).
 
-It reads one line of JSON, `{"api_key": …, "chaos": …}`, from the pipe `--parent-fd` and writes one, `{"url": …}` or
-`{"error": …}`, to `--announce-fd`. It ends, with all its sandboxes, when its parent does: at the end of the pipe or
-of the parent's process, whichever is first (a child that the parent forked may hold the pipe open).
+It reads one line of JSON, `{"api_key": …, "chaos": …, "tls_domain": …}`, from the pipe `--parent-fd` and writes one,
+`{"state": …}` (`keys.ServerState` without the key) or `{"error": …}`, to `--announce-fd`. It ends, with all its
+sandboxes, when its parent does: at the end of the pipe or of the parent's process, whichever is first (a child that the
+parent forked may hold the pipe open).
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import logging
 import os
 import signal
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,14 +61,15 @@ async def _serve(options: argparse.Namespace) -> int:
     loop.add_reader(options.parent_fd, parent_is_gone)
     told = json.loads(line)
     chaos = Script() if told["chaos"] else None
-    server = LocalServer(options.port, told["api_key"], options.data_dir, chaos=chaos)
+    server = LocalServer(options.port, told["api_key"], options.data_dir, chaos=chaos, tls_domain=told["tls_domain"])
     try:
         try:
             await server.start()
-        except (RuntimeUnavailable, OSError) as error:
+        except (RuntimeUnavailable, OSError, ValueError) as error:
             _announce(options.announce_fd, {"error": str(error)})
             return 1
-        _announce(options.announce_fd, {"url": server.url})
+        state = {name: value for name, value in asdict(server.state()).items() if name != "api_key"}
+        _announce(options.announce_fd, {"state": state})
         stopping = asyncio.create_task(stop.wait())
         serving = asyncio.create_task(server.serve_forever())
         try:

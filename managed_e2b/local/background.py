@@ -17,6 +17,9 @@ import sysconfig
 import threading
 import time
 from pathlib import Path
+from typing import Any
+
+from managed_e2b.local.keys import ServerState
 
 _PACKAGE_ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +33,8 @@ class LocalServerProcess:
 
     Blocking, and safe to use from several threads. After `start`, `url` and `api_key` are what an E2B SDK needs;
     they stay the same until `stop`. In a process forked from the one that started it, `stop` does nothing.
-    `chaos`: whether whoever has the key may make it fail on purpose, see `chaos.api`.
+    `chaos`: whether whoever has the key may make it fail on purpose, see `chaos.api`. `tls_domain`: the sandboxes'
+    domain, for which it then also answers https (see `environment`); None: plain HTTP only.
     """
 
     def __init__(
@@ -40,12 +44,15 @@ class LocalServerProcess:
         data_dir: Path | None = None,
         port: int = 0,
         chaos: bool = False,
+        tls_domain: str | None = None,
     ) -> None:
         self.api_key = api_key or "e2b_" + secrets.token_hex(20)
         self.url = ""
         self._data_dir = data_dir
         self._port = port
         self._chaos = chaos
+        self._tls_domain = tls_domain
+        self._state: ServerState | None = None
         self._process: subprocess.Popen[bytes] | None = None
         self._owner = 0
         self._life = -1  # the pipe whose end means to the child that we are gone
@@ -61,6 +68,13 @@ class LocalServerProcess:
         """Whether it runs."""
         return self._process is not None and self._process.poll() is None
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """What points an E2B SDK of another process at it. Raises RuntimeError before `start`."""
+        if self._state is None:
+            raise RuntimeError("the local server is not started")
+        return self._state.environment()
+
     def start(self, timeout: float = 30.0) -> None:
         """Start it and return when it listens, within `timeout` seconds. Raises LocalServerError."""
         with self._lock:
@@ -74,10 +88,11 @@ class LocalServerProcess:
                 raise
             finally:
                 os.close(announce)
-            if "url" not in answer:
+            if "state" not in answer:
                 self._stop(5.0)
                 raise LocalServerError(answer.get("error") or f"the local server did not start within {timeout:g} s")
-            self.url = answer["url"]
+            self._state = ServerState(api_key=self.api_key, **answer["state"])
+            self.url = self._state.url
 
     def stop(self, timeout: float = 15.0) -> None:
         """End it and all its sandboxes; kill it when that takes more than `timeout` seconds. May be called again."""
@@ -111,7 +126,8 @@ class LocalServerProcess:
                 start_new_session=True,
             )
             self._owner = os.getpid()
-            os.write(self._life, json.dumps({"api_key": self.api_key, "chaos": self._chaos}).encode() + b"\n")
+            told = {"api_key": self.api_key, "chaos": self._chaos, "tls_domain": self._tls_domain}
+            os.write(self._life, json.dumps(told).encode() + b"\n")
         except BaseException:
             os.close(announce_read)
             self._stop(0)
@@ -146,7 +162,7 @@ def _environment() -> dict[str, str]:
     return environment
 
 
-def _read_line(descriptor: int, deadline: float) -> dict[str, str]:
+def _read_line(descriptor: int, deadline: float) -> dict[str, Any]:
     """The child's announcement; what it said of it when it ended, or ran out of time, before one."""
     line = b""
     while not line.endswith(b"\n"):
@@ -159,5 +175,5 @@ def _read_line(descriptor: int, deadline: float) -> dict[str, str]:
         if not chunk:
             return {"error": "the local server ended before it was ready; its messages are on stderr"}
         line += chunk
-    answer: dict[str, str] = json.loads(line)
+    answer: dict[str, Any] = json.loads(line)
     return answer

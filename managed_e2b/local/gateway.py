@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hmac
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
@@ -21,6 +21,10 @@ from managed_e2b.local.portproxy import PortClosed, proxy
 from managed_e2b.local.routing import ToControlPlane, ToSandbox, ToSigned, route
 from managed_e2b.local.runtime.base import GuestGone
 from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.tunnels import tunnel
+
+if TYPE_CHECKING:
+    from managed_e2b.local.tls import Tls
 
 KEY_HEADERS = (b"x-api-key", b"authorization")
 TRAFFIC_TOKEN_HEADER = "e2b-traffic-access-token"  # the name of a header, no secret
@@ -41,7 +45,10 @@ class InFront(Protocol):
 
 
 class Gateway:
-    """The server's ASGI application. `in_front`: of the sandboxes, if anything. `api_key`: what they must not learn."""
+    """The server's ASGI application. `in_front`: of the sandboxes, if anything. `api_key`: what they must not learn.
+
+    `tls`: what it answers https with, at the end of a tunnel.
+    """
 
     def __init__(
         self,
@@ -51,16 +58,21 @@ class Gateway:
         in_front: InFront | None = None,
         *,
         api_key: str,
+        tls: Tls | None = None,
     ) -> None:
         self._registry = registry
         self._control_plane = control_plane
         self._signature_matches = signature_matches
         self._in_front = in_front
         self._api_key = api_key.encode()
+        self._tls = tls
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             raise RuntimeError(f"the gateway does not speak {scope['type']}")
+        if scope["method"] == "CONNECT":
+            await tunnel(self._tls, scope, receive, send)
+            return
         try:
             target, scope = route(scope)
             if isinstance(target, ToControlPlane):

@@ -1,6 +1,6 @@
 """The server's API key, and the file that tells its user's programs where the server is and which key it takes.
 
-The file is JSON with `url`, `api_key` and `pid`, readable for its user alone.
+The file is JSON with what `ServerState` has, readable for its user alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 KEY_VARIABLE = "E2B_API_KEY"
+_BUNDLE_VARIABLES = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE")  # each replaces the system's authorities
 
 
 @dataclass(frozen=True)
@@ -22,15 +23,29 @@ class ServerState:
     url: str
     api_key: str = field(repr=False)
     pid: int
+    domain: str = ""
+    """The domain that it speaks TLS for, if any. The files are its authority then, alone and beside the system's."""
+    authority_file: str = ""
+    bundle_file: str = ""
 
     def environment(self) -> dict[str, str]:
         """What points any E2B SDK at the server."""
-        return {
+        variables = {
             "E2B_API_URL": self.url,
             "E2B_SANDBOX_URL": self.url,
             "E2B_API_KEY": self.api_key,
             "NO_PROXY": "127.0.0.1,localhost",
         }
+        if self.domain:
+            variables |= {
+                "E2B_DOMAIN": self.domain,
+                "HTTPS_PROXY": self.url,
+                "https_proxy": self.url,  # some programs know the one, some the other
+                "NODE_USE_ENV_PROXY": "1",
+                **dict.fromkeys(_BUNDLE_VARIABLES, self.bundle_file),
+                "NODE_EXTRA_CA_CERTS": self.authority_file,
+            }
+        return variables
 
 
 def new_api_key() -> str:
@@ -50,6 +65,11 @@ def state_file(environ: Mapping[str, str] = os.environ) -> Path:
     return root / "me2b" / "local.json"
 
 
+def tls_directory(environ: Mapping[str, str] = os.environ) -> Path:
+    """Where the authorities for https are kept, a directory for each domain."""
+    return state_file(environ).parent / "tls"
+
+
 def write_state(path: Path, state: ServerState) -> None:
     """Replace the file in one step. Raises OSError."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -65,8 +85,9 @@ def read_state(path: Path) -> ServerState | None:
     """The state in the file; None when there is no file, or none of ours. Raises OSError when it cannot be read."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-        return ServerState(url=str(value["url"]), api_key=str(value["api_key"]), pid=int(value["pid"]))
-    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError):
+        tls = {name: str(value.get(name, "")) for name in ("domain", "authority_file", "bundle_file")}
+        return ServerState(str(value["url"]), str(value["api_key"]), int(value["pid"]), **tls)
+    except (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -1,6 +1,7 @@
 """A port of a sandbox, reached from outside: a streaming HTTP/1.1 reverse proxy over a socket dialled from inside.
 
-One connection a request. Upgrades (WebSocket) are not carried.
+One connection a request. An upgrade (WebSocket) is asked of the port as the client asked for it; when the port agrees,
+what follows is carried both ways as it is, until both sides have said their last.
 """
 
 from __future__ import annotations
@@ -10,12 +11,14 @@ import contextlib
 import errno
 import logging
 import socket
+import ssl
 from collections.abc import Iterable
 
 import h11
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
+from managed_e2b.local.connections import WIRE, Wire
 from managed_e2b.local.model import Sandbox
 from managed_e2b.local.runtime.base import GuestError
 
@@ -30,6 +33,7 @@ _NOT_FORWARDED = frozenset(
 )
 
 _NOT_RETURNED = _NOT_FORWARDED | {b"transfer-encoding"}  # the server frames the body anew
+_SWITCHED = 101
 
 
 class PortClosed(Exception):
@@ -48,27 +52,58 @@ async def proxy(sandbox: Sandbox, port: int, scope: Scope, receive: Receive, sen
         if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT):
             raise PortClosed from error
         raise
-    reader, writer = await asyncio.open_connection(sock=socket.socket(fileno=descriptor))
+    upgrade = _upgrade(scope)
+    reader, writer = await _open(sandbox, port, descriptor)
     try:
-        await _Exchange(reader, writer).run(_request(sandbox, port, scope), receive, send)
+        exchange = _Exchange(reader, writer, scope["extensions"][WIRE] if upgrade else None)
+        await exchange.run(_request(sandbox, port, scope, upgrade), receive, send)
     finally:
         writer.close()
 
 
-def _request(sandbox: Sandbox, port: int, scope: Scope) -> h11.Request:
+async def _open(sandbox: Sandbox, port: int, descriptor: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    """The dialled socket as streams, with TLS on it where the sandbox serves that. Raises PortClosed."""
+    connection = socket.socket(fileno=descriptor)
+    if port not in sandbox.spec.https_ports:
+        return await asyncio.open_connection(sock=connection)
+    # what is dialled is the sandbox itself: there is no name to verify, and upstream does not either
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    try:
+        return await asyncio.open_connection(sock=connection, ssl=context, server_hostname="")
+    except OSError as error:
+        raise PortClosed from error
+
+
+def _upgrade(scope: Scope) -> bytes | None:
+    """The protocol that a request asks to go on with, if any."""
+    headers = Headers(scope=scope)
+    tokens = [token.strip().lower() for token in headers.get("connection", "").split(",")]
+    if "upgrade" not in tokens or "upgrade" not in headers or "h2c" in headers["upgrade"].lower():
+        return None
+    if "content-length" in headers or "transfer-encoding" in headers:
+        return None  # no protocol in use has a body before its switch
+    return headers["upgrade"].encode("latin-1")
+
+
+def _request(sandbox: Sandbox, port: int, scope: Scope, upgrade: bytes | None) -> h11.Request:
     host = Headers(scope=scope).get("host", "localhost")
     if sandbox.spec.mask_request_host is not None:
         host = sandbox.spec.mask_request_host.replace("${PORT}", str(port))
     query: bytes = scope["query_string"]
+    last = [(b"connection", b"upgrade"), (b"upgrade", upgrade)] if upgrade else [(b"connection", b"close")]
+    headers = [(b"host", host.encode("latin-1")), *_passed_on(scope["headers"], _NOT_FORWARDED), *last]
     return h11.Request(
         method=scope["method"],
         target=scope["raw_path"] + (b"?" + query if query else b""),
-        headers=[
-            (b"host", host.encode("latin-1")),
-            *_passed_on(scope["headers"], _NOT_FORWARDED),
-            (b"connection", b"close"),
-        ],
+        headers=[(_usual(name), value) for name, value in headers],
     )
+
+
+def _usual(name: bytes) -> bytes:
+    """A header's name as most write it, and as upstream does; ASGI has it in lower case."""
+    return b"-".join(part.capitalize() for part in name.split(b"-"))
 
 
 def _passed_on(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]) -> list[tuple[bytes, bytes]]:
@@ -80,13 +115,18 @@ def _passed_on(headers: Iterable[tuple[bytes, bytes]], dropped: frozenset[bytes]
 
 
 class _Exchange:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """`wire`: the client's connection, when the client asks for an upgrade."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, wire: Wire | None) -> None:
         self._reader = reader
         self._writer = writer
+        self._wire = wire
         self._http = h11.Connection(h11.CLIENT)
 
     async def run(self, request: h11.Request, receive: Receive, send: Send) -> None:
         await self._write(request)
+        if self._wire is not None:
+            await self._write(h11.EndOfMessage())  # it has no body; the answer may come before uvicorn says so
         sending = asyncio.create_task(self._send_body(receive))
         answering = asyncio.create_task(self._answer(send))
         try:
@@ -101,7 +141,7 @@ class _Exchange:
 
     async def _send_body(self, receive: Receive) -> None:
         """Send the request's body, then wait for the client to go."""
-        whole = False
+        whole = self._wire is not None
         while (message := await receive())["type"] == "http.request":
             if whole:
                 continue
@@ -127,6 +167,9 @@ class _Exchange:
                     started = True
                     headers = _passed_on(event.headers, _NOT_RETURNED)
                     await send({"type": "http.response.start", "status": event.status_code, "headers": headers})
+                elif isinstance(event, h11.InformationalResponse) and event.status_code == _SWITCHED:
+                    await self._switch(event)
+                    return
                 elif isinstance(event, h11.Data):
                     await send({"type": "http.response.body", "body": bytes(event.data), "more_body": True})
         except (h11.RemoteProtocolError, ConnectionError) as error:
@@ -136,9 +179,49 @@ class _Exchange:
             return
         await send({"type": "http.response.body", "body": b""})
 
+    async def _switch(self, answer: h11.InformationalResponse) -> None:
+        """The port agreed to the upgrade: carry its answer, and then bytes."""
+        if self._wire is None:
+            raise h11.RemoteProtocolError("an upgrade that nobody asked for")
+        async with self._wire.streams() as (reader, writer):
+            writer.write(_head(answer) + bytes(self._http.trailing_data[0]))
+            await _carry((reader, writer), (self._reader, self._writer))
+
     async def _next_event(self) -> h11.Event:
         while (event := self._http.next_event()) is h11.NEED_DATA:
             self._http.receive_data(await self._reader.read(CHUNK))
         if not isinstance(event, h11.Event) or isinstance(event, h11.ConnectionClosed):
             raise h11.RemoteProtocolError("the connection ended before the answer")
         return event
+
+
+def _head(answer: h11.InformationalResponse) -> bytes:
+    lines = [b"HTTP/1.1 %d %s" % (answer.status_code, answer.reason), *(b"%s: %s" % pair for pair in answer.headers)]
+    return b"\r\n".join([*lines, b"", b""])
+
+
+_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
+
+
+async def _carry(one: _Streams, other: _Streams) -> None:
+    """Copy both ways until both have ended; the end of one is passed on alone. A side that breaks ends both."""
+    copies = [asyncio.create_task(_copy(one[0], other[1])), asyncio.create_task(_copy(other[0], one[1]))]
+    try:
+        await asyncio.gather(*copies)
+    except OSError:
+        log.debug("an upgraded connection broke off")
+    finally:
+        for copy in copies:
+            copy.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
+        one[1].close()
+        other[1].close()
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    while data := await reader.read(CHUNK):
+        writer.write(data)
+        await writer.drain()
+    if not writer.can_write_eof():  # TLS: its end is the end of both ways
+        raise ConnectionAbortedError("the other side cannot be half closed")
+    writer.write_eof()

@@ -7,7 +7,8 @@
 4. everything else is the control plane.
 
 A web page cannot reach any of them by pointing its own domain at 127.0.0.1 (DNS rebinding): an origin-form request
-must name this host as loopback addresses are named, or a sandbox, whose id no page can guess.
+must name this host as loopback addresses are named, or a sandbox, whose id no page can guess. Over https, which is
+only spoken at the end of a tunnel that was asked for, any name will do.
 """
 
 from __future__ import annotations
@@ -59,10 +60,8 @@ Target = ToSandbox | ToSigned | ToControlPlane
 def route(scope: Scope) -> tuple[Target, Scope]:
     """Where an ASGI HTTP request belongs, and its scope with the path in origin form.
 
-    Raises ApiError: 400, 403, 405.
+    Raises ApiError: 400, 403.
     """
-    if scope["method"] == "CONNECT":
-        raise ApiError(405, "This server tunnels nothing: it takes plain http:// requests only")
     headers = Headers(scope=scope)
     scope, proxied_for = _origin_form(scope)
     host = _hostname(headers.get("host", "") if proxied_for is None else proxied_for)
@@ -72,7 +71,8 @@ def route(scope: Scope) -> tuple[Target, Scope]:
         return ToSandbox(match[2], _port(match[1])), scope
     else:
         target = _by_signature(scope) or ToControlPlane()
-    if proxied_for is None and not _is_this_host(host) and not _SANDBOX_HOST.match(host):
+    direct = proxied_for is None and scope["scheme"] != "https"
+    if direct and not _is_this_host(host) and not _SANDBOX_HOST.match(host):
         raise ApiError(403, "This server is called 127.0.0.1 or localhost; requests to other host names are refused")
     return target, scope
 

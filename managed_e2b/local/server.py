@@ -28,6 +28,7 @@ from managed_e2b.local.templates import TemplateCatalog
 if TYPE_CHECKING:
     from managed_e2b.local.chaos.layer import ChaosLayer
     from managed_e2b.local.chaos.rules import Script
+    from managed_e2b.local.tls import Tls
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +44,8 @@ class LocalServer:
 
     `port` 0 takes a free one. `api_key` None: one is made. `data_dir` is where sandboxes keep their files while they
     live (None: the runtime's choice). `runtime` None: bubblewrap. `chaos`: the faults that are in force from the start;
-    None: none ever, and nobody can ask for any. Nothing is done before `start`.
+    None: none ever, and nobody can ask for any. `tls_domain`: the sandboxes' domain, for which the server then answers
+    https to whoever uses it as HTTPS proxy; None: plain HTTP only. Nothing is done before `start`.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class LocalServer:
         envd: EnvdFactory | None = None,
         clock: Clock | None = None,
         chaos: Script | None = None,
+        tls_domain: str | None = None,
     ) -> None:
         self._port = port
         self._data_dir = data_dir
@@ -63,6 +66,7 @@ class LocalServer:
         self._envd = envd
         self._clock = clock or SystemClock()
         self._script = chaos
+        self._tls_domain = tls_domain
         self._http: _Http | None = None
         self._serving: asyncio.Task[None] | None = None
         self._registry: SandboxRegistry | None = None
@@ -70,6 +74,8 @@ class LocalServer:
         self.api_key = api_key or keys.new_api_key()
         self.url = ""
         """`http://127.0.0.1:<port>`, once started."""
+        self.tls: Tls | None = None
+        """What its https clients need, once started with a `tls_domain`."""
 
     @property
     def registry(self) -> SandboxRegistry:
@@ -79,9 +85,16 @@ class LocalServer:
         return self._registry
 
     async def start(self) -> None:
-        """Listen, and make sandboxes possible. Raises OSError (the port), RuntimeUnavailable (the host)."""
+        """Listen, and make sandboxes possible.
+
+        Raises OSError (the port, the authority's files), ValueError (the domain), RuntimeUnavailable (the host).
+        """
         listener = _listen(self._port)
         try:
+            if self._tls_domain is not None:
+                from managed_e2b.local import tls
+
+                self.tls = await asyncio.to_thread(tls.prepare, keys.tls_directory(), self._tls_domain)
             self._runtime = self._runtime or _default_runtime(self._data_dir)
             await asyncio.gather(self._runtime.start(), asyncio.to_thread(self._load))
         except BaseException:
@@ -111,10 +124,17 @@ class LocalServer:
             TemplateCatalog(self._clock.read().wall),
             self._clock,
             api_key=self.api_key,
-            domain=f"localhost:{port}",
+            domain=f"localhost:{port}" if self.tls is None else self.tls.domain,
             extension=self._chaos,
         )
-        return Gateway(self.registry, api, signature_matches, self._chaos, api_key=self.api_key)
+        return Gateway(self.registry, api, signature_matches, self._chaos, api_key=self.api_key, tls=self.tls)
+
+    def state(self) -> keys.ServerState:
+        """Where it is and what its clients need, once started."""
+        if self.tls is None:
+            return keys.ServerState(self.url, self.api_key, os.getpid())
+        files = (str(self.tls.authority_file), str(self.tls.bundle_file))
+        return keys.ServerState(self.url, self.api_key, os.getpid(), self.tls.domain, *files)
 
     async def serve_forever(self) -> None:
         """Return when the server has been closed. Raises RuntimeUnavailable once it can make no more sandboxes."""
@@ -232,15 +252,17 @@ def run_server(
     *,
     data_dir: Path | None = None,
     chaos: Script | None = None,
+    tls_domain: str | None = None,
     announce: Callable[[LocalServer], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then kill all sandboxes and return: `me2b serve`.
 
     The key is E2B_API_KEY when that is set, else a new one; `keys.state_file()` tells the user's other programs.
-    `announce` is called once the server listens. Raises RuntimeUnavailable, and OSError: for the port, or for the
-    state file when nothing else tells the key.
+    `announce` is called once the server listens. Raises RuntimeUnavailable, ValueError for the domain, and OSError: for
+    the port and the authority's files, or for the state file when nothing else tells the key.
     """
-    asyncio.run(_run(LocalServer(port, keys.choose_api_key(os.environ), data_dir, chaos=chaos), announce))
+    server = LocalServer(port, keys.choose_api_key(os.environ), data_dir, chaos=chaos, tls_domain=tls_domain)
+    asyncio.run(_run(server, announce))
 
 
 async def _run(server: LocalServer, announce: Callable[[LocalServer], None] | None) -> None:
@@ -273,7 +295,7 @@ async def _run(server: LocalServer, announce: Callable[[LocalServer], None] | No
 
 def _publish(path: Path, server: LocalServer) -> None:
     try:
-        keys.write_state(path, keys.ServerState(server.url, server.api_key, os.getpid()))
+        keys.write_state(path, server.state())
     except OSError as error:
         if server.api_key != os.environ.get(keys.KEY_VARIABLE):
             raise

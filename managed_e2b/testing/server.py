@@ -56,12 +56,7 @@ class TestServer:
     @property
     def environment(self) -> dict[str, str]:
         """What points an E2B SDK of another process at it."""
-        return {
-            "E2B_API_URL": self.url,
-            "E2B_SANDBOX_URL": self.url,
-            "E2B_API_KEY": self.api_key,
-            "NO_PROXY": "127.0.0.1,localhost",
-        }
+        return self._process.environment
 
     def stats(self) -> dict[str, Any]:
         """The server's own counters: `live`, `peak_live`, `created`, `ended`, … No fault touches them."""
@@ -100,14 +95,18 @@ def local_server(
     api_key: str | None = None,
     data_dir: Path | None = None,
     port: int = 0,
+    tls_domain: str | None = None,
 ) -> Iterator[TestServer]:
     """A local server for as long as the block runs; its sandboxes end with it.
 
-    `chaos`: True allows it, a script also puts its rules in force. Raises LocalServerError where the host cannot run
+    `chaos`: True allows it, a script also puts its rules in force. `tls_domain`: the sandboxes' domain ("e2b.app"), for
+    which `https://` works where `environment` is set. Raises LocalServerError where the host cannot run
     sandboxes (`me2b doctor` says why).
     """
     chaotic = chaos is not False
-    with LocalServerProcess(api_key=api_key, data_dir=data_dir, port=port, chaos=chaotic) as process:
+    with LocalServerProcess(
+        api_key=api_key, data_dir=data_dir, port=port, chaos=chaotic, tls_domain=tls_domain
+    ) as process:
         server = TestServer(process, chaotic=chaotic)
         if not isinstance(chaos, bool):
             server.chaos.play(chaos)
