@@ -71,6 +71,7 @@ class _Lifecycle:
         stale_timeout: float = 600,
         reaper_max_iter: int = 5,
         lease: int = 300,
+        request_timeout: float | None = None,
         backend: BackendName | None = None,
         e2b_api_url: str | None = None,
         e2b_key: str | None = None,
@@ -90,6 +91,9 @@ class _Lifecycle:
         stale_timeout: seconds without a heartbeat after which another host may take this owner for dead.
         reaper_max_iter: the most rounds of one `reap()`.
         lease: seconds that the backend lets a sandbox live when nobody renews it: the dead man's switch.
+        request_timeout: seconds for each request to the control plane. None: 60 for a create, 15 for the others, which
+            are asked again. The SDK counts sending and waiting apart, so an endpoint that takes a request and never
+            answers it may hold it up for twice as long.
         backend: "local" runs sandboxes on this machine, on a server started for this process.
         e2b_api_url, e2b_key, env_file: another endpoint than the environment's; see `get_e2b_config`.
         label: a name for this owner in listings; the program's name by default.
@@ -111,7 +115,12 @@ class _Lifecycle:
             _positive("create_rate", create_rate, int, float)
         if isinstance(lease, bool) or not isinstance(lease, int) or not 10 <= lease <= MAX_TIMEOUT:
             raise ConfigError(f"lease={lease!r}: whole seconds from 10 to {MAX_TIMEOUT}")
+        if request_timeout is not None:
+            _positive("request_timeout", request_timeout, int, float)
+            if request_timeout == math.inf:
+                raise ConfigError("request_timeout=inf: a request that is never answered must end some day")
         self._pid = os.getpid()
+        self._request_timeout = request_timeout
         self._reaper_max_iter = reaper_max_iter
         self._closed = False
         self._closing = threading.Lock()
@@ -144,7 +153,7 @@ class _Lifecycle:
                 calls=Hold(),
                 complaints=Complaints(),
             )
-            self._cleaner = make(BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup))
+            self._cleaner = make(BlockingDriver(self._sdk(is_async=False), wakeup))
             self._engine = make(
                 self._driver(wakeup),
                 clean=self._clean_in_turn,
@@ -187,6 +196,9 @@ class _Lifecycle:
 
     def _driver(self, wakeup: Wakeup) -> AioDriver | BlockingDriver:
         raise NotImplementedError
+
+    def _sdk(self, *, is_async: bool) -> Sdk:
+        return Sdk(self._backend.config, is_async=is_async, request_timeout=self._request_timeout)
 
     @property
     def owner_id(self) -> str:
@@ -366,7 +378,7 @@ class SandboxLifecycle(_Lifecycle):
     """
 
     def _driver(self, wakeup: Wakeup) -> BlockingDriver:
-        return BlockingDriver(Sdk(self._backend.config, is_async=False), wakeup)
+        return BlockingDriver(self._sdk(is_async=False), wakeup)
 
     def acquire(
         self,
@@ -483,7 +495,7 @@ class AsyncSandboxLifecycle(_Lifecycle):
     """The async face of SandboxLifecycle: the same names, the same contract, awaited. Not bound to one event loop."""
 
     def _driver(self, wakeup: Wakeup) -> AioDriver:
-        return AioDriver(Sdk(self._backend.config, is_async=True), wakeup)
+        return AioDriver(self._sdk(is_async=True), wakeup)
 
     def acquire(
         self,

@@ -19,6 +19,7 @@ from typing import Any
 import e2b
 import httpx
 from e2b import exceptions as sdk_errors
+from e2b.connection_config import REQUEST_TIMEOUT
 
 from ..errors import (
     AuthenticationError,
@@ -50,7 +51,8 @@ CONTROL_TIMEOUT = 15.0
 class Sdk(Inside):
     """Calls to one endpoint with one key. Nothing is written to the environment."""
 
-    def __init__(self, config: E2BConfig, *, is_async: bool) -> None:
+    def __init__(self, config: E2BConfig, *, is_async: bool, request_timeout: float | None = None) -> None:
+        """`request_timeout`: seconds for each call to the control plane, instead of the defaults."""
         if forked.hopeless:
             raise BackendUnavailableError(
                 f"cannot reach {config.endpoint} from a process that was forked after E2B's SDK had been used: its "
@@ -74,8 +76,10 @@ class Sdk(Inside):
         self._keyed = "idempotency_key" in create
         self._has_retries = "retries" in getattr(e2b.ConnectionConfig.__init__, "__annotations__", {})
         # The engine waits and tries again, knowing why: never the SDK.
-        self._once = {**self._options, "retries": 0} if self._has_retries else self._options
-        self._control = {**self._once, "request_timeout": CONTROL_TIMEOUT}
+        self._once = {**self._options, "retries": 0} if self._has_retries else dict(self._options)
+        self._control = {**self._once, "request_timeout": request_timeout or CONTROL_TIMEOUT}
+        if request_timeout is not None:
+            self._once["request_timeout"] = request_timeout
 
     # -- lifecycle ------------------------------------------------------------------------------------------
 
@@ -154,9 +158,11 @@ class Sdk(Inside):
     # -- inside ---------------------------------------------------------------------------------------------
 
     def _as_users_want(self, sandbox: Any) -> NativeSandbox:
-        """Their own calls on the native object keep the SDK's default of retries."""
+        """Their own calls on the native object keep the SDK's defaults."""
         if self._has_retries:
             sandbox.connection_config.retries = e2b.ConnectionConfig(**self._options).retries
+        if "request_timeout" in self._once:
+            sandbox.connection_config.request_timeout = REQUEST_TIMEOUT
         return sandbox  # type: ignore[no-any-return]
 
     async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
