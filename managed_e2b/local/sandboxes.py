@@ -58,6 +58,8 @@ class SandboxRegistry:
         self._starting = 0
         self._creates: set[asyncio.Task[Any]] = set()
         self._closing = False
+        self.on_made: Callable[[], object] = lambda: None
+        """Called when a sandbox is made, within the context of who asked for it, before anything else happens."""
         self.counters = Counters()
         self._tasks = Tasks()
         self._timetable = Timetable(self._clock, self.expire_due)
@@ -148,6 +150,7 @@ class SandboxRegistry:
             logbook=logbook,
         )
         self._sandboxes[sandbox_id] = sandbox
+        self.on_made()
         self._timetable.set(sandbox_id, sandbox.lifetime.end.monotonic)
         self._boots.watch(sandbox)
         self._sample()

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 from starlette.datastructures import Headers, QueryParams
@@ -40,6 +41,9 @@ log = logging.getLogger(__name__)
 OWN_PATHS = "/me2b/"
 """What tests ask the server by: no fault touches it."""
 
+_PLACE: ContextVar[object] = ContextVar("me2b_chaos_place", default=None)
+"""Of the create that is being done: the tasks that do it inherit it."""
+
 
 class ChaosLayer:
     """The faults of one server. `script`: what is in force from the start."""
@@ -50,7 +54,8 @@ class ChaosLayer:
         self.director = Director(script)
         self.journal = Journal(registry.counters)
         self._history: deque[tuple[Seen, ...]] = deque(maxlen=KEPT)
-        self._creating = 0
+        self._creating: set[object] = set()
+        registry.on_made = self._made
         self._settled_keys: deque[str] = deque(maxlen=1000)
         self._hanging: set[asyncio.Future[bool]] = set()
         self._deaths: set[asyncio.Task[None]] = set()
@@ -101,10 +106,11 @@ class ChaosLayer:
         elif op == "list":
             self._history.append(snapshot(self._registry))
         key = Headers(scope=scope).get("idempotency-key")
-        subject = Subject(op, sandbox_id, metadata, replay=op == "create" and key in self._settled_keys)
+        known = key is not None and (key in self._settled_keys or key in self._creating)
+        subject = Subject(op, sandbox_id, metadata, replay=op == "create" and known)
         plan = self._begin(exchange, subject, scope["method"])
         with exchange:
-            with self._place(subject, plan):
+            with self._place(subject, plan, key):
                 for step in plan.before:
                     if not await exchange.take(step):
                         return
@@ -120,14 +126,22 @@ class ChaosLayer:
             await exchange.answer(answer, scope)
 
     @contextmanager
-    def _place(self, subject: Subject, plan: Plan) -> Iterator[None]:
-        """Count a create that was let in, from now on: others must not be let into its place while it waits."""
-        taken = subject.op == "create" and not plan.refused
-        self._creating += taken
+    def _place(self, subject: Subject, plan: Plan, key: str | None) -> Iterator[None]:
+        """Count a create that was let in until its sandbox counts: nobody else must be let into its place meanwhile."""
+        if subject.op != "create" or subject.replay or plan.refused:
+            yield
+            return
+        place = key or object()
+        self._creating.add(place)
+        before = _PLACE.set(place)
         try:
             yield
         finally:
-            self._creating -= taken
+            _PLACE.reset(before)
+            self._creating.discard(place)
+
+    def _made(self) -> None:
+        self._creating.discard(_PLACE.get())
 
     async def _effect(self, app: ASGIApp, scope: Scope, exchange: Exchange, plan: Plan) -> Response:
         if plan.lists:
@@ -229,7 +243,7 @@ class ChaosLayer:
     def _begin(self, exchange: Exchange, subject: Subject, method: str) -> Plan:
         now = self._clock.read()
         running = sum(1 for box in self._registry if box.is_in(State.RUNNING))
-        plan = self.director.plan(subject, World(running + self._creating, now.monotonic))
+        plan = self.director.plan(subject, World(running + len(self._creating), now.monotonic))
         exchange.entry = self.journal.begin(subject, method, now.wall.timestamp(), plan.struck)
         return plan
 

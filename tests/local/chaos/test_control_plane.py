@@ -171,6 +171,45 @@ async def test_a_create_that_waits_holds_its_place_under_a_cap(world: World) -> 
     assert (await world.create()).status_code == 429
 
 
+async def test_a_create_counts_once_between_its_effect_and_its_answer(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.play(rule("create").cap(2))
+    registry, done, answer = world.server.registry, asyncio.Event(), asyncio.Event()
+    create = registry.create
+
+    async def held_back(spec: Any) -> Any:
+        made = await create(spec)
+        done.set()
+        await answer.wait()
+        return made
+
+    monkeypatch.setattr(registry, "create", held_back)
+    asking = asyncio.create_task(world.create())
+    await done.wait()
+    monkeypatch.undo()
+    assert [(await world.create()).status_code for _ in range(2)] == [201, 429]
+    answer.set()
+    assert (await asking).status_code == 201
+    assert (await world.create()).status_code == 429
+
+
+async def test_a_create_that_is_repeated_while_it_is_done_is_one_sandbox_for_a_cap(world: World) -> None:
+    await world.play(rule("create").cap(2))
+    world.runtime.create_gate.clear()
+    ask: dict[str, Any] = {"json": {"templateID": "base"}, "headers": {"Idempotency-Key": "k1"}}
+    same = [asyncio.create_task(world.api.post("/v2/sandboxes", **ask)) for _ in range(3)]
+
+    async def seen() -> bool:
+        return len(await world.entries("create")) == 3
+
+    await until(seen)
+    other = asyncio.create_task(world.create())
+    world.runtime.create_gate.set()
+    assert [answer.status_code for answer in await asyncio.gather(*same, other)] == [201] * 4
+    assert len(world.alive) == 2
+
+
 async def test_a_create_that_came_to_nothing_gives_its_place_back(world: World) -> None:
     await world.play(rule("create").nth(1).hang(), rule("create").nth(2).status(500), rule("create").cap(1))
     asking = asyncio.create_task(world.create())
