@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Generic, Protocol, TypeVar
@@ -36,6 +36,7 @@ class Listable(Protocol):
 
 
 T = TypeVar("T", bound=Listable)
+U = TypeVar("U")
 
 
 @dataclass(frozen=True)
@@ -52,22 +53,38 @@ class Query:
 
 
 @dataclass(frozen=True)
-class Page(Generic[T]):
-    items: Sequence[T]
+class Page(Generic[U]):
+    items: Sequence[U]
     next_token: str | None
 
 
 def select(sandboxes: Iterable[T], query: Query) -> Page[T]:
     """The page of `sandboxes` that `query` asks for."""
-    found = sorted((s for s in sandboxes if _matches(s, query)), key=lambda s: _place(s.started_at, s.sandbox_id))
-    if query.ascending:
-        found.reverse()
-    if query.cursor is not None:
-        seen = _place(*query.cursor)
-        found = [s for s in found if _is_after(_place(s.started_at, s.sandbox_id), seen, query.ascending)]
-    page = found[: query.limit]
-    more = len(found) > len(page)
-    return Page(page, encode_token(page[-1], ascending=query.ascending) if more else None)
+    return page_of(
+        [sandbox for sandbox in sandboxes if _matches(sandbox, query)],
+        lambda sandbox: (sandbox.started_at, sandbox.sandbox_id),
+        limit=query.limit,
+        cursor=query.cursor,
+        ascending=query.ascending,
+    )
+
+
+def page_of(
+    found: Iterable[U],
+    place: Callable[[U], tuple[datetime, str]],
+    *,
+    limit: int | None,
+    cursor: tuple[datetime, str] | None,
+    ascending: bool = False,
+) -> Page[U]:
+    """A page of anything that has a moment and an id, in the order of all lists."""
+    ordered = sorted(found, key=lambda item: _place(*place(item)), reverse=ascending)
+    if cursor is not None:
+        seen = _place(*cursor)
+        ordered = [item for item in ordered if _is_after(_place(*place(item)), seen, ascending)]
+    page = ordered[:limit]
+    more = len(ordered) > len(page)
+    return Page(page, _token(*place(page[-1]), ascending=ascending) if more else None)
 
 
 def _matches(sandbox: Listable, query: Query) -> bool:
@@ -79,10 +96,10 @@ def _matches(sandbox: Listable, query: Query) -> bool:
     )
 
 
-def _place(started_at: datetime, sandbox_id: str) -> tuple[int, str]:
+def _place(moment: datetime, name: str) -> tuple[int, str]:
     """Sorts newest first, then by id. Whole microseconds: a float would make two starts equal."""
-    since = started_at - datetime(1970, 1, 1, tzinfo=UTC)
-    return -((since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds), sandbox_id
+    since = moment - datetime(1970, 1, 1, tzinfo=UTC)
+    return -((since.days * 86_400 + since.seconds) * 1_000_000 + since.microseconds), name
 
 
 def _is_after(place: tuple[int, str], seen: tuple[int, str], ascending: bool) -> bool:
@@ -90,7 +107,11 @@ def _is_after(place: tuple[int, str], seen: tuple[int, str], ascending: bool) ->
 
 
 def encode_token(last: Listable, *, ascending: bool) -> str:
-    text = f"{rfc3339(last.started_at)}__{last.sandbox_id}" + ("__asc" if ascending else "")
+    return _token(last.started_at, last.sandbox_id, ascending=ascending)
+
+
+def _token(moment: datetime, name: str, *, ascending: bool) -> str:
+    text = f"{rfc3339(moment)}__{name}" + ("__asc" if ascending else "")
     return base64.urlsafe_b64encode(text.encode()).decode().rstrip("=")
 
 

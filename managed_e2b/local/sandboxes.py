@@ -310,6 +310,10 @@ class SandboxRegistry:
         sandbox.logbook.add("sandbox", "Sandbox snapshotted")
         return kept
 
+    async def drop(self, image: str) -> None:
+        """Forget an image that `commit` made. Who is made of it keeps its files."""
+        await self._copies.drop(image)
+
     # --- samples
 
     def _sample(self) -> None:

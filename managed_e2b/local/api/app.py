@@ -17,9 +17,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from managed_e2b.local.api.others import OtherApi
 from managed_e2b.local.api.sandboxes import SandboxApi
+from managed_e2b.local.api.snapshots import SnapshotApi
+from managed_e2b.local.api.telemetry import TelemetryApi
 from managed_e2b.local.clock import Clock
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.snapshots import Snapshots
 from managed_e2b.local.templates import TemplateCatalog
 
 
@@ -42,8 +45,10 @@ def control_plane(
     """The application. `domain`: see SandboxApi."""
     app = Starlette(
         routes=[
+            *TelemetryApi(registry).routes(),
             *SandboxApi(registry, templates, clock, domain).routes(),
             *OtherApi(registry, templates, clock, api_key).routes(),
+            *SnapshotApi(registry, templates, Snapshots(registry, templates, clock), domain).routes(),
             *(extension.routes() if extension is not None else ()),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},

@@ -18,16 +18,13 @@ from managed_e2b.local.templates import TemplateCatalog, split_reference
 TEAM_ID = "00000000-0000-4000-8000-000000000001"
 
 NOT_BUILT: tuple[tuple[str, str, list[str]], ...] = (
-    ("/sandboxes/{id}/fork", "Forking a sandbox", ["POST"]),
-    ("/sandboxes/{id}/snapshots", "Making a snapshot", ["POST"]),
     ("/sandboxes/{id}/network", "Changing a sandbox's network", ["PUT"]),
-    ("/snapshots", "Listing snapshots", ["GET"]),
     ("/v3/templates", "Building templates", ["POST"]),
     ("/v2/templates/{id}", "Changing templates", ["PATCH"]),
     ("/v2/templates/{id}/builds/{build}", "Building templates", ["POST"]),
     ("/templates", "Building templates", ["POST"]),
     ("/templates/tags", "Tagging templates", ["POST", "DELETE"]),
-    ("/templates/{id}", "Changing templates", ["POST", "DELETE", "PATCH"]),
+    ("/templates/{id}", "Changing templates", ["POST", "PATCH"]),
     ("/templates/{id}/tags", "Tagging templates", ["GET"]),
     ("/templates/{id}/files/{hash}", "Building templates", ["GET"]),
     ("/templates/{id}/builds/{build}", "Building templates", ["POST"]),

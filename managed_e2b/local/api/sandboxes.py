@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 from typing import Any
 
 from starlette.requests import Request
@@ -12,19 +10,17 @@ from starlette.routing import Route
 
 from managed_e2b.local import lifetime
 from managed_e2b.local.api import schemas, views
+from managed_e2b.local.api.params import sandbox_id
 from managed_e2b.local.clock import Clock
-from managed_e2b.local.errors import ApiError, bad_request, not_built, sandbox_not_found
+from managed_e2b.local.errors import ApiError, bad_request, not_built
 from managed_e2b.local.idempotency import IdempotencyStore, check_key
 from managed_e2b.local.listing import Query, parse_metadata, parse_query, select
-from managed_e2b.local.model import Sandbox, SandboxSpec
-from managed_e2b.local.runtime.base import GuestGone
+from managed_e2b.local.model import SandboxSpec
 from managed_e2b.local.sandboxes import SandboxRegistry
 from managed_e2b.local.templates import TemplateCatalog
 
 NOT_BUILT_NETWORK = ("egressProxy", "rules", "httpsPorts")
 """Network options that would change what traffic means; accepting them in silence would be a lie."""
-
-MAX_METRICS_IDS = 100
 
 
 class SandboxApi:
@@ -41,7 +37,6 @@ class SandboxApi:
         return [
             Route("/sandboxes", self.create_v1, methods=["POST"]),
             Route("/sandboxes", self.list_v1, methods=["GET"]),
-            Route("/sandboxes/metrics", self.metrics_of_many, methods=["GET"]),
             Route("/v2/sandboxes", self.create_v2, methods=["POST"]),
             Route("/v2/sandboxes", self.list_v2, methods=["GET"]),
             Route("/sandboxes/{id}", self.info, methods=["GET"]),
@@ -52,9 +47,6 @@ class SandboxApi:
             Route("/sandboxes/{id}/resume", self.resume, methods=["POST"]),
             Route("/sandboxes/{id}/connect", self.connect_v1, methods=["POST"]),
             Route("/v2/sandboxes/{id}/connect", self.connect_v2, methods=["POST"]),
-            Route("/sandboxes/{id}/metrics", self.metrics, methods=["GET"]),
-            Route("/sandboxes/{id}/logs", self.logs_v1, methods=["GET"]),
-            Route("/v2/sandboxes/{id}/logs", self.logs_v2, methods=["GET"]),
         ]
 
     # --- create
@@ -89,10 +81,8 @@ class SandboxApi:
     def _spec(self, body: schemas.NewSandbox, default_timeout: int, secure: bool) -> SandboxSpec:
         found = self._templates.resolve(body.template_id)
         auto_resume = body.auto_resume is not None and body.auto_resume.enabled
-        if not body.auto_pause_memory:
-            if not body.auto_pause or auto_resume:
-                raise bad_request("autoPauseMemory: false needs autoPause and excludes autoResume")
-            raise not_built("A pause that keeps the filesystem only")
+        if not body.auto_pause_memory and (not body.auto_pause or auto_resume):
+            raise bad_request("autoPauseMemory: false needs autoPause and excludes autoResume")
         for name in body.env_vars or {}:
             if not name or "=" in name or "\0" in name + (body.env_vars or {})[name]:
                 raise bad_request("Invalid envVars: a name must not be empty or hold '=', nothing may hold a NUL")
@@ -115,6 +105,7 @@ class SandboxApi:
             metadata=body.metadata or {},
             env_vars=body.env_vars or {},
             auto_pause=body.auto_pause,
+            auto_pause_memory=body.auto_pause_memory,
             auto_resume=auto_resume,
             allow_internet_access=body.allow_internet_access,
             network=network.model_dump(by_alias=True, exclude_unset=True) if network is not None else None,
@@ -140,28 +131,25 @@ class SandboxApi:
     # --- one sandbox
 
     async def info(self, request: Request) -> Response:
-        return JSONResponse(views.detail(await self._registry.get(_id(request)), self._domain))
+        return JSONResponse(views.detail(await self._registry.get(sandbox_id(request)), self._domain))
 
     async def kill(self, request: Request) -> Response:
-        await self._registry.kill(_id(request))
+        await self._registry.kill(sandbox_id(request))
         return Response(status_code=204)
 
     async def set_timeout(self, request: Request) -> Response:
         body = await schemas.read_body(request, schemas.SetTimeout)
-        await self._registry.set_timeout(_id(request), body.timeout)
+        await self._registry.set_timeout(sandbox_id(request), body.timeout)
         return Response(status_code=204)
 
     async def refresh(self, request: Request) -> Response:
         body = await schemas.read_body(request, schemas.Refresh)
-        await self._registry.refresh(_id(request), max(body.duration or 0, lifetime.MINIMUM_REFRESH))
+        await self._registry.refresh(sandbox_id(request), max(body.duration or 0, lifetime.MINIMUM_REFRESH))
         return Response(status_code=204)
 
     async def pause(self, request: Request) -> Response:
         body = await schemas.read_body(request, schemas.PauseSandbox)
-        if not body.memory:
-            await self._registry.get(_id(request))
-            raise not_built("A pause that keeps the filesystem only")
-        await self._registry.pause(_id(request))
+        await self._registry.pause(sandbox_id(request), memory=body.memory)
         return Response(status_code=204)
 
     async def connect_v1(self, request: Request) -> Response:
@@ -174,74 +162,15 @@ class SandboxApi:
 
     async def _connect(self, request: Request, asked: int | None, memory: bool) -> Response:
         seconds = lifetime.timeout_for_connect(asked)
-        if not memory and (await self._registry.get(_id(request))).shown_state == "paused":
-            raise not_built("Resuming from the filesystem only")
-        box, resumed = await self._registry.connect(_id(request), seconds)
+        box, resumed = await self._registry.connect(sandbox_id(request), seconds, memory=memory)
         return JSONResponse(views.sandbox(box, self._domain), 201 if resumed else 200)
 
     async def resume(self, request: Request) -> Response:
         """Deprecated upstream: like connect, but a running sandbox is a conflict."""
         body = await schemas.read_body(request, schemas.ResumeSandbox)
         seconds = lifetime.timeout_for_create(body.timeout, lifetime.DEFAULT_TIMEOUT_V1)
-        if not body.memory:
-            raise not_built("Resuming from the filesystem only")
-        box = await self._registry.get(_id(request))
+        box = await self._registry.get(sandbox_id(request))
         if box.shown_state == "running":
             raise ApiError(409, f"Sandbox {box.sandbox_id} is already running")
-        box, _ = await self._registry.connect(box.sandbox_id, seconds)
+        box, _ = await self._registry.connect(box.sandbox_id, seconds, memory=body.memory)
         return JSONResponse(views.sandbox(box, self._domain), 201)
-
-    # --- what it uses and says
-
-    async def metrics(self, request: Request) -> Response:
-        """One sample, taken now, when now is in the range asked for: no history is kept."""
-        start, end = (_seconds(request, name) for name in ("start", "end"))
-        sample = await self._sample(await self._registry.get(_id(request)))
-        if sample is None or not (start or 0) <= sample["timestampUnix"] <= (end or sample["timestampUnix"]):
-            return JSONResponse([])
-        return JSONResponse([sample])
-
-    async def metrics_of_many(self, request: Request) -> Response:
-        ids = [i for i in request.query_params.get("sandbox_ids", "").split(",") if i]
-        if len(ids) > MAX_METRICS_IDS:
-            raise bad_request(f"Too many sandbox_ids, at most {MAX_METRICS_IDS}")
-        boxes = [box for box in map(self._registry.find, map(_short, ids)) if box is not None]
-        samples = await asyncio.gather(*(self._sample(box) for box in boxes))
-        found = {box.sandbox_id: sample for box, sample in zip(boxes, samples, strict=True) if sample is not None}
-        return JSONResponse({"sandboxes": found})
-
-    async def _sample(self, box: Sandbox) -> dict[str, Any] | None:
-        try:
-            return views.metric(await box.guest.usage(), self._clock.read().wall)
-        except GuestGone:
-            return None
-
-    async def logs_v1(self, request: Request) -> Response:
-        """Empty: envd's own log lines are not kept here."""
-        await self._registry.get(_id(request))
-        return JSONResponse({"logs": [], "logEntries": []})
-
-    async def logs_v2(self, request: Request) -> Response:
-        await self._registry.get(_id(request))
-        return JSONResponse({"logs": []})
-
-
-def _short(sandbox_id: str) -> str:
-    """Old clients write `<sandbox id>-<client id>`."""
-    return sandbox_id.partition("-")[0]
-
-
-def _id(request: Request) -> str:
-    sandbox_id = _short(request.path_params["id"])
-    if not re.fullmatch(r"[a-z0-9]{1,64}", sandbox_id):
-        raise sandbox_not_found(sandbox_id[:64])
-    return sandbox_id
-
-
-def _seconds(request: Request, name: str) -> int | None:
-    raw = request.query_params.get(name)
-    if raw is None:
-        return None
-    if not re.fullmatch(r"[0-9]{1,12}", raw):
-        raise bad_request(f"Invalid {name}, expected Unix seconds")
-    return int(raw)

@@ -77,6 +77,16 @@ class ResumeSandbox(_Body):
     memory: bool = True
 
 
+class ForkSandbox(_Body):
+    timeout: Int32 | None = None
+    count: Int32 = 1
+
+
+class NewSnapshot(_Body):
+    name: Annotated[str, Field(max_length=512)] | None = None
+    memory: bool = True
+
+
 class SetTimeout(_Body):
     timeout: Int32
 

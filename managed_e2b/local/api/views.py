@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
 from typing import Any
 
 from managed_e2b.local.clock import rfc3339
+from managed_e2b.local.errors import ApiError
+from managed_e2b.local.history import Sample
 from managed_e2b.local.model import CLIENT_ID, ENVD_VERSION, Sandbox
-from managed_e2b.local.runtime.base import Usage
+from managed_e2b.local.snapshots import Snapshot
 from managed_e2b.local.templates import CPU_COUNT, MEMORY_MB, Template
 
 DISK_MB = 10_240  # nominal, see `templates.CPU_COUNT`
@@ -61,7 +62,7 @@ def detail(box: Sandbox, domain: str) -> dict[str, Any]:
         "onTimeout": "pause" if box.spec.auto_pause else "kill",
     }
     if box.shown_state == "paused":
-        view["pauseMode"] = "full"
+        view["pauseMode"] = box.pause_mode
     if box.access_token is not None:
         view["envdAccessToken"] = box.access_token
     if box.spec.network is not None:
@@ -69,12 +70,12 @@ def detail(box: Sandbox, domain: str) -> dict[str, Any]:
     return view
 
 
-def metric(usage: Usage, now: datetime) -> dict[str, Any]:
-    """One sample, stamped with the whole second it was taken in, as upstream's are."""
-    second = now.astimezone(UTC).replace(microsecond=0)
+def metric(sample: Sample) -> dict[str, Any]:
+    """One sample."""
+    usage = sample.usage
     return {
-        "timestamp": rfc3339(second),
-        "timestampUnix": int(second.timestamp()),
+        "timestamp": rfc3339(sample.at),
+        "timestampUnix": sample.second,
         "cpuCount": usage.cpu_count,
         "cpuUsedPct": usage.cpu_used_pct,
         "memUsed": usage.mem_used,
@@ -83,6 +84,16 @@ def metric(usage: Usage, now: datetime) -> dict[str, Any]:
         "diskUsed": usage.disk_used,
         "diskTotal": usage.disk_total,
     }
+
+
+def fork(result: Sandbox | ApiError, domain: str) -> dict[str, Any]:
+    """One of the results of a fork."""
+    return {"error": result.body()} if isinstance(result, ApiError) else {"sandbox": sandbox(result, domain)}
+
+
+def snapshot(item: Snapshot) -> dict[str, Any]:
+    """A snapshot, made or listed."""
+    return {"snapshotID": item.snapshot_id, "names": list(item.template.names)}
 
 
 def template(item: Template) -> dict[str, Any]:

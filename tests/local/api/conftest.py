@@ -26,6 +26,7 @@ from managed_e2b.local.runtime.base import (
     PLAIN,
     Command,
     GuestError,
+    GuestGone,
     GuestProcess,
     GuestSpec,
     Recipe,
@@ -41,10 +42,13 @@ PATIENCE = 10.0
 
 
 class FakeGuest:
-    """A sandbox without processes. `gates` hold an operation until the test opens it."""
+    """A sandbox without processes, whose files are the one text `files`. `gates` hold an operation until the test
+    opens it."""
 
-    def __init__(self, sandbox_id: str) -> None:
+    def __init__(self, sandbox_id: str, images: dict[str, str], image: str) -> None:
         self.sandbox_id = sandbox_id
+        self.images = images
+        self.files = images[image]
         self.dead = asyncio.Event()
         self.frozen = False
         self.kills = 0
@@ -56,6 +60,10 @@ class FakeGuest:
         self.freezing = asyncio.Event()
         self.kill_gate.set()
         self.freeze_gate.set()
+        self.commit_error: Exception | None = None
+        self.commit_gate = asyncio.Event()
+        self.commit_gate.set()
+        self.committing = asyncio.Event()
         self.ports: dict[int, int] = {}
 
     async def spawn(self, command: Command) -> GuestProcess:
@@ -86,7 +94,14 @@ class FakeGuest:
         self.frozen = False
 
     async def commit(self, image: str) -> None:
-        raise AssertionError("no files here")
+        self.committing.set()
+        await self.commit_gate.wait()
+        if self.dead.is_set():
+            raise GuestGone(self.sandbox_id)
+        if self.commit_error is not None:
+            raise self.commit_error
+        assert image not in self.images
+        self.images[image] = self.files
 
     async def usage(self) -> Usage:
         return Usage(2, 12.5, 1000, 2000, 0, 3000, 4000)
@@ -103,6 +118,7 @@ class FakeGuest:
 class FakeRuntime:
     def __init__(self) -> None:
         self.guests: list[FakeGuest] = []
+        self.images = {"base": ""}
         self.create_gate = asyncio.Event()
         self.create_gate.set()
         self.creating = asyncio.Event()
@@ -122,7 +138,10 @@ class FakeRuntime:
         await self.create_gate.wait()
         if self.create_error is not None:
             raise self.create_error
-        guest = FakeGuest(sandbox_id)
+        if spec.image not in self.images:
+            raise KeyError(spec.image)
+        assert all(guest.sandbox_id != sandbox_id for guest in self.alive)
+        guest = FakeGuest(sandbox_id, self.images, spec.image)
         self.guests.append(guest)
         return guest
 
@@ -130,7 +149,7 @@ class FakeRuntime:
         pass
 
     async def remove_image(self, image: str) -> None:
-        raise KeyError(image)
+        del self.images[image]
 
     async def close(self) -> None:
         self.closed = True
@@ -201,7 +220,8 @@ class World:
         return created
 
     def guest(self, sandbox: dict[str, Any]) -> FakeGuest:
-        return next(guest for guest in self.runtime.guests if guest.sandbox_id == sandbox["sandboxID"])
+        """The one it has now, or had last."""
+        return next(guest for guest in reversed(self.runtime.guests) if guest.sandbox_id == sandbox["sandboxID"])
 
     async def listed(self, **params: Any) -> list[str]:
         answer = await self.api.get("/v2/sandboxes", params=params)

@@ -85,7 +85,6 @@ async def test_a_body_that_is_too_large(world):
 @pytest.mark.parametrize(
     "option",
     [
-        {"autoPause": True, "autoPauseMemory": False},
         {"volumeMounts": [{"name": "v", "path": "/v"}]},
         {"iam": {"tokens": {"aws": {"audience": "a", "tokenType": "JWT-SVID"}}}},
         {"network": {"rules": {"a.b": [{}]}}},
@@ -184,10 +183,7 @@ async def test_unknown_paths_and_methods(world):
 async def test_what_is_not_built_says_so(world):
     sandbox = await world.create()
     for method, path in [
-        ("POST", f"/sandboxes/{sandbox['sandboxID']}/fork"),
-        ("POST", f"/sandboxes/{sandbox['sandboxID']}/snapshots"),
         ("PUT", f"/sandboxes/{sandbox['sandboxID']}/network"),
-        ("GET", "/snapshots"),
         ("POST", "/v3/templates"),
         ("POST", "/templates/tags"),
         ("GET", "/volumes"),

@@ -360,26 +360,6 @@ async def test_v1_list_shows_running_ones_without_paging(world):
 # --- what is beside
 
 
-async def test_metrics_are_of_now(world):
-    sandbox = await world.create()
-    path = f"/sandboxes/{sandbox['sandboxID']}/metrics"
-    (sample,) = (await world.api.get(path)).json()
-    assert sample["cpuUsedPct"] == 12.5
-    now = sample["timestampUnix"]
-    assert len((await world.api.get(path, params={"start": now, "end": now})).json()) == 1
-    assert (await world.api.get(path, params={"start": now - 100, "end": now - 50})).json() == []
-    many = await world.api.get("/sandboxes/metrics", params={"sandbox_ids": f"{sandbox['sandboxID']},unknown"})
-    assert list(many.json()["sandboxes"]) == [sandbox["sandboxID"]]
-
-
-async def test_logs_are_empty_but_only_of_what_exists(world):
-    sandbox = await world.create()
-    path = f"/sandboxes/{sandbox['sandboxID']}/logs"
-    assert (await world.api.get(path)).json() == {"logs": [], "logEntries": []}
-    assert (await world.api.get(f"/v2{path}")).json() == {"logs": []}
-    assert (await world.api.get("/sandboxes/iunknown/logs")).status_code == 404
-
-
 async def test_what_the_server_counts(world, until):
     boxes = [await world.create() for _ in range(3)]
     await world.api.delete(f"/sandboxes/{boxes[0]['sandboxID']}")

@@ -67,7 +67,8 @@ async def test_errors_arrive_as_the_sdks_own(world, options, runtime_unavailable
         await AsyncSandbox.create("nowhere", **options)
     with pytest.raises(SandboxException, match="Timeout cannot be greater than 24 hours"):
         await AsyncSandbox.create("base", timeout=100_000, **options)
-    sandbox = await AsyncSandbox.create("base", **options)
     with pytest.raises(SandboxException, match="not available on the local server"):
-        await sandbox.fork()
+        await AsyncSandbox.create(
+            "base", network={"rules": {"a.b": [{"transform": {"headers": {"A": "b"}}}]}}, **options
+        )
     assert not await AsyncSandbox.kill("inowhere", **options)
