@@ -70,6 +70,14 @@ async def _read(
     return Listing(found, why)
 
 
+async def everything(engine: Engine) -> list[RemoteSandbox]:
+    """What is listed as running or paused for this key. A clue, never a proof. Raises BackendError."""
+    listing = await read(engine)
+    if listing.error is not None:
+        raise listing.error
+    return list(listing.found.values())
+
+
 async def lookup(engine: Engine, ticket: str, patience: float = PATIENCE) -> list[str]:
     """Ids of sandboxes that carry a ticket, each once. An empty answer proves nothing. Raises BackendError."""
     listing = await read(engine, {TICKET: ticket}, pages=LOOKUP_PAGES, patience=patience)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from managed_e2b import LedgerError, State
+from managed_e2b.watchdog.companion import companion
 
 from .conftest import Face, assert_nothing_left, remote_of, settle, states_of, until
 from .programs import Programs, programs_on
@@ -121,6 +122,7 @@ async def test_a_shutdown_kills_what_is_in_use_though_the_ledger_is_gone(face: F
     left = [item for item in await settle(watcher.list_remote()) if item.metadata["me2b_owner"] == lifecycle.owner_id]
     assert left == []
     assert await settle(lifecycle.shutdown()) == (), "it is shut down all the same"
+    assert lifecycle.owner_id not in companion._registrations, "and its goodbye is the watchdog's to deliver"
 
 
 CALLS: dict[str, Callable[[Any, Any], Any]] = {

@@ -291,7 +291,7 @@ async def test_one_reap_is_bounded_in_sandboxes_and_seconds_and_the_next_goes_on
     bounds = engine_reap.Bounds
 
     def bounded(**values: Any) -> None:
-        monkeypatch.setattr("managed_e2b.lifecycle.Bounds", lambda: bounds(**values))
+        monkeypatch.setattr("managed_e2b.base.Bounds", lambda: bounds(**values))
 
     bounded(seconds=0.0)
     report = await settle(lifecycle.reap())
