@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,16 +15,19 @@ from managed_e2b.models import SandboxRecord
 from managed_e2b.rules.leases import SECOND
 
 PROGRAM = """
-import asyncio, contextlib, json, sys, threading, time
+import asyncio, contextlib, json, os, sys, threading, time
 from managed_e2b import AsyncSandboxLifecycle, SandboxLifecycle
 
 face, count, hold, options = sys.argv[1], int(sys.argv[2]), float(sys.argv[3]), json.loads(sys.argv[4])
+gate = sys.argv[5]
 errors = []
 
 async def one(lifecycle):
     try:
         async with lifecycle.acquire(timeout=120):
             await asyncio.sleep(hold)
+            while not os.path.exists(gate):
+                await asyncio.sleep(0.05)
     except Exception as error:
         errors.append(repr(error))
 
@@ -31,6 +35,8 @@ def one_of_threads(lifecycle):
     try:
         with lifecycle.acquire(timeout=120):
             time.sleep(hold)
+            while not os.path.exists(gate):
+                time.sleep(0.05)
     except Exception as error:
         errors.append(repr(error))
 
@@ -87,12 +93,25 @@ class Crowd:
         return unfair
 
 
-def crowd(server: Any, db: Path, *, processes: int, each: int, hold: float, **options: Any) -> Crowd:
-    """Let so many processes, every other one async, acquire `each` at once and hold each for `hold` seconds."""
+def crowd(
+    server: Any,
+    db: Path,
+    *,
+    processes: int,
+    each: int,
+    hold: float,
+    until: Callable[[], object] = lambda: None,
+    **options: Any,
+) -> Crowd:
+    """Let so many processes, every other one async, acquire `each` at once and hold each for `hold` seconds.
+
+    Nobody lets go before `until` has returned.
+    """
+    gate = db.with_suffix(".gate")
     where = {"db_path": str(db), "e2b_api_url": server.url, "e2b_key": server.api_key, "max_concurrent": each}
     running = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, face, str(each), str(hold), json.dumps({**where, **options})],
+            [sys.executable, "-c", PROGRAM, face, str(each), str(hold), json.dumps({**where, **options}), str(gate)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -108,6 +127,8 @@ def crowd(server: Any, db: Path, *, processes: int, each: int, hold: float, **op
             assert process.stdin is not None
             process.stdin.write("go\n")
             process.stdin.flush()
+        until()
+        gate.touch()
         for process in running:
             told, _ = process.communicate(timeout=100)
             assert process.returncode == 0

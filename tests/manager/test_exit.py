@@ -291,9 +291,10 @@ def test_an_interrupt_between_the_request_for_a_sandbox_and_its_answer(
     assert (row.state, row.reason) == (State.CLEANED, "interrupted" if face == "sync" else "cancelled")
 
 
+@pytest.mark.parametrize("face", ["sync", "async"])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_a_crowd_of_workers_that_is_killed_gives_its_slots_back_to_the_next(
-    programs: Programs, number: signal.Signals
+    programs: Programs, number: signal.Signals, face: str
 ) -> None:
     program = programs.start(
         """
@@ -304,7 +305,8 @@ def test_a_crowd_of_workers_that_is_killed_gives_its_slots_back_to_the_next(
                 say(lifecycle.owner_id)
                 signal.pause()
         signal.pause()
-        """
+        """,
+        face,
     )
     owners = [program.said()[0] for _ in range(4)]
     assert len(programs.running(*owners)) == 4

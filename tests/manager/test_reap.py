@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import e2b
@@ -20,6 +21,7 @@ from managed_e2b.testing.server import TestServer
 
 from .conftest import Face, remote_of, settle, until
 from .orphans import ELSEWHERE, creating_row, die, entered, estate, owner_row, queued_row, running_row
+from .programs import programs_on
 
 
 @pytest.fixture
@@ -59,6 +61,36 @@ async def test_a_dead_owners_sandboxes_are_ended_and_a_living_ones_never(face: F
         assert sorted(request.sandbox_id or "" for request in journal.of("kill")) == sorted(dead.ids)
         assert journal.count("connect") == 0, "it would resume and extend"
     assert await remote_of(dead.lifecycle) == []
+
+
+OWNER_OF_TWO = """
+lifecycle = opened(opening_reap=False, watchdog=False)
+say(lifecycle.owner_id, *[entered(lifecycle).sandbox_id for _ in range(2)])
+for _ in sys.stdin:
+    report = wait(lifecycle.reap())
+    say("reaped", *[item.sandbox_id for item in report.cleaned], "of", len(report.items))
+"""
+
+
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_of_three_programs_the_killed_ones_sandboxes_are_ended_by_another_one_and_the_living_ones_by_nobody(
+    kind: str, server: TestServer, me2b_chaos: Chaos, tmp_path: Path
+) -> None:
+    """A reaper saw its own process only; one that swept by age or by absence would have killed a living sibling's."""
+    for programs in programs_on(server, tmp_path / "sandboxes.db"):
+        a, b, c = [programs.start(OWNER_OF_TWO, kind) for _ in range(3)]
+        (owner_a, *of_a), (owner_b, *of_b), (owner_c, *of_c) = a.said(), b.said(), c.said()
+        a.kill()
+        b.tell()
+        told = b.said()
+        assert (told[0], sorted(told[1:3]), told[3:]) == ("reaped", sorted(of_a), ["of", "2"])
+        assert programs.running(owner_a) == []
+        for _ in range(10):
+            b.tell()
+            assert b.said() == ["reaped", "of", "0"]
+        assert sorted(programs.running(owner_b, owner_c)) == sorted(of_b + of_c)
+        killed = {request.sandbox_id for request in me2b_chaos.journal().of("kill")}
+        assert killed & {*of_a, *of_b, *of_c} == set(of_a)
 
 
 async def test_a_dry_run_tells_and_ends_nothing(face: Face, me2b_chaos: Chaos) -> None:

@@ -123,6 +123,40 @@ async def test_strangers_that_fill_the_account_are_counted_and_told(
             await asyncio.to_thread(stranger.kill)
 
 
+async def test_sandboxes_of_ours_that_the_ledger_has_lost_are_counted_and_creates_wait_until_they_are_ended(
+    face: Face, me2b_chaos: Chaos, me2b_server: Any
+) -> None:
+    """A pool counted less than ran, and went on creating into an account that was full."""
+    where = {"api_key": me2b_server.api_key, "api_url": me2b_server.url, "sandbox_url": me2b_server.url}
+    marks = {"me2b_owner": "an owner of a ledger that is gone"}
+    lost = [
+        await asyncio.to_thread(
+            e2b.Sandbox.create, timeout=300, metadata={**marks, "me2b_ticket": f"ticket {number}"}, **where
+        )
+        for number in range(30)
+    ]
+    me2b_chaos.on("create").cap(30)
+    lifecycle = face.open(account_limit=30)
+    with pytest.raises(AcquireTimeoutError, match=r"lists 30 sandboxes of this key; 30 of them are unknown"):
+        async with face.entered(lifecycle.acquire(acquire_timeout=3)):
+            pytest.fail("the account is full")
+    assert me2b_chaos.journal().count("create") - 30 <= 5, "it backs off"
+
+    async def wait() -> None:
+        async with face.entered(lifecycle.acquire(acquire_timeout=60)):
+            pass
+
+    (waiting,) = in_parallel(face, wait)
+
+    def is_refused() -> bool:
+        return any(row.refused_at for row in lifecycle._book.records(states_=[State.CREATING]))
+
+    await asyncio.to_thread(until, is_refused, "its create is refused")
+    await asyncio.to_thread(lost[0].kill)
+    await waiting
+    assert me2b_chaos.journal().peak_present <= 30
+
+
 @pytest.mark.parametrize(("status", "kind"), [(400, BackendError), (401, AuthenticationError), (403, BackendError)])
 async def test_what_is_wrong_for_good_is_tried_once(
     face: Face, me2b_chaos: Chaos, status: int, kind: type[BackendError]
@@ -225,3 +259,14 @@ async def test_files_that_are_refused_are_sent_again_and_a_command_is_told(face:
             await settle(handle.run("true"))
         assert caught.value.retry_after == 7
         assert (await settle(handle.run("echo later"))).stdout == "later\n"
+
+
+async def test_a_command_that_is_picked_up_waits_for_an_agent_that_refuses_for_a_while(
+    face: Face, me2b_chaos: Chaos
+) -> None:
+    async with face.entered(face.open().acquire()) as handle:
+        me2b_chaos.on("process.start").first().cut("reset")
+        refusals = me2b_chaos.on("process.connect").first(2).status(429, retry_after=1)
+        result = await settle(handle.run("echo out; exit 3"))
+        assert (result.stdout, result.exit_code, result.output_lost) == ("out\n", 3, True)
+        assert me2b_chaos.hits(refusals) == 2
