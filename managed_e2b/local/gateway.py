@@ -6,6 +6,7 @@ SDKs tell `SandboxNotRunningException` from `SandboxUnreachableException` by the
 
 from __future__ import annotations
 
+import contextlib
 import hmac
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
@@ -128,8 +129,8 @@ class Gateway:
         headers = Headers(scope=scope)
         if target.port != ENVD_PORT and not _token_fits(sandbox.traffic_token, headers.get(TRAFFIC_TOKEN_HEADER)):
             return _answer(target, 403, f"The sandbox's ports need its token in the header {TRAFFIC_TOKEN_HEADER}")
-        if not sandbox.is_in(State.RUNNING) and not await self._wake(sandbox, target, headers):
-            return _not_found(target)
+        if not sandbox.is_in(State.RUNNING) and (refusal := await self._wake(sandbox, target, headers)):
+            return refusal
         if target.port == ENVD_PORT:
             await sandbox.envd(scope, receive, send)
         else:
@@ -145,17 +146,15 @@ class Gateway:
         ]
         return {**scope, "headers": headers}
 
-    async def _wake(self, sandbox: Sandbox, target: ToSandbox, headers: Headers) -> bool:
+    async def _wake(self, sandbox: Sandbox, target: ToSandbox, headers: Headers) -> Response | None:
         """Resume a sandbox that wants to be resumed by traffic; for envd's the caller must have its token."""
-        if not sandbox.spec.auto_resume:
-            return False
-        if target.port == ENVD_PORT and not _token_fits(sandbox.access_token, headers.get("x-access-token")):
-            return False
-        try:
-            await self._registry.connect(sandbox.sandbox_id, sandbox.spec.timeout)
-        except ApiError:
-            return False
-        return True
+        if sandbox.spec.auto_resume:
+            if target.port == ENVD_PORT and not _token_fits(sandbox.access_token, headers.get("x-access-token")):
+                return _answer(target, 403, "The sandbox is paused, and these credentials cannot resume it")
+            with contextlib.suppress(ApiError):
+                await self._registry.wake(sandbox)
+                return None
+        return _not_found(target)
 
 
 def _token_fits(token: str | None, given: str | None) -> bool:

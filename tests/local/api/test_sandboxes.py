@@ -299,12 +299,31 @@ async def test_auto_resume_by_traffic_needs_the_token(world):
     sandbox = await world.create(timeout=10, autoPause=True, autoResume={"enabled": True})
     await world.api.post(f"/sandboxes/{sandbox['sandboxID']}/pause")
     headers = world.envd_headers(sandbox)
-    assert (await world.anonymous.get("/health", headers=headers)).status_code == 502
+    for token in ("", "wrong"):
+        refused = await world.anonymous.get("/health", headers={**headers, "X-Access-Token": token})
+        assert (refused.status_code, refused.json()["code"]) == (403, 403)
+    assert (await info_of(world, sandbox))["state"] == "paused"
     headers["X-Access-Token"] = sandbox["envdAccessToken"]
     assert (await world.anonymous.get("/health", headers=headers)).status_code == 204
     info = await info_of(world, sandbox)
     assert info["state"] == "running"
     assert seconds_left(info) == 10
+
+
+async def test_two_requests_wake_it_once(world):
+    sandbox = await world.create(timeout=10, autoPause=True, autoResume={"enabled": True})
+    guest = world.guest(sandbox)
+    pausing = asyncio.create_task(world.api.post(f"/sandboxes/{sandbox['sandboxID']}/pause"))
+    guest.freeze_gate.clear()
+    await guest.freezing.wait()
+    headers = {**world.envd_headers(sandbox), "X-Access-Token": sandbox["envdAccessToken"]}
+    requests = [asyncio.create_task(world.anonymous.get("/health", headers=headers)) for _ in range(3)]
+    guest.freeze_gate.set()
+    assert (await pausing).status_code == 204
+    assert [answer.status_code for answer in await asyncio.gather(*requests)] == [204] * 3
+    stats = (await world.api.get("/me2b/stats")).json()
+    assert (stats["paused"], stats["resumed"]) == (1, 1)
+    assert seconds_left(await info_of(world, sandbox)) == 10
 
 
 async def test_resume_is_connect_for_paused_ones_only(world):
