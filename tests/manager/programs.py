@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import signal
@@ -112,6 +113,8 @@ class Program:
     def close(self) -> None:
         if self._process.poll() is None:
             self.kill()
+        with contextlib.suppress(ProcessLookupError):  # what it forked, and a test that failed left
+            self.signal(signal.SIGKILL, group=True)
         for stream in (self._process.stdin, self._process.stdout, self._process.stderr):
             assert stream is not None
             stream.close()
