@@ -49,6 +49,9 @@ def serve(
     domain: Annotated[
         str | None, typer.Option("--domain", metavar="NAME", help="With --tls: the sandboxes' domain (e2b.app).")
     ] = None,
+    internet: Annotated[
+        bool, typer.Option("--internet/--no-internet", help="Whether sandboxes may reach anything outside at all.")
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Run the local E2B-compatible server until Ctrl-C or SIGTERM; its sandboxes end with it.
@@ -76,6 +79,7 @@ def serve(
             data_dir=data_dir,
             chaos=script,
             tls_domain=(domain or DEFAULT_DOMAIN) if tls else None,
+            internet=internet,
             announce=_print_ready if as_json else _tell_ready,
         )
     except ValueError as error:

@@ -8,6 +8,7 @@ from managed_e2b.local.envd.context import EnvdContext
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.logbook import Logbook
 from managed_e2b.local.model import EnvdApp, EnvdFactory, Sandbox, SandboxSpec
+from managed_e2b.local.network.ways import Ways
 from managed_e2b.local.runtime.base import Guest, GuestSpec, Runtime, RuntimeUnavailable
 from managed_e2b.local.tasks import Tasks
 
@@ -16,24 +17,37 @@ class Boots:
     """`on_death` is called when a guest that was watched is dead, whatever ended it."""
 
     def __init__(
-        self, runtime: Runtime, envd: EnvdFactory, tasks: Tasks, on_death: Callable[[Sandbox, Guest], None]
+        self,
+        runtime: Runtime,
+        envd: EnvdFactory,
+        ways: Ways,
+        tasks: Tasks,
+        on_death: Callable[[Sandbox, Guest], None],
     ) -> None:
         self._runtime = runtime
         self._envd = envd
+        self._ways = ways
         self._tasks = tasks
         self._on_death = on_death
 
     async def guest(self, sandbox_id: str, spec: SandboxSpec, image: str | None = None) -> Guest:
         """A guest as `spec` wants it, of its image or of another.
 
-        Raises ApiError: 404 when the image is gone, 503 when the runtime can make none.
+        Raises ApiError: 404 when the image is gone, 503 when the runtime can make none, 501 when it shall reach what no
+        sandbox here reaches.
         """
         try:
-            return await self._runtime.create(sandbox_id, GuestSpec(image=image or spec.image))
+            guest = await self._runtime.create(sandbox_id, GuestSpec(image=image or spec.image))
         except KeyError as error:
             raise ApiError(404, f"template '{spec.template_id}' not found") from error
         except RuntimeUnavailable as error:
             raise ApiError(503, str(error), headers={"Should-Retry": "false"}) from error
+        try:
+            await self._ways.open(guest, spec.egress)
+        except BaseException:
+            await guest.kill()
+            raise
+        return guest
 
     def envd(self, spec: SandboxSpec, guest: Guest, access_token: str | None, logbook: Logbook) -> EnvdApp:
         """envd of a guest."""

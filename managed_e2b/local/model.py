@@ -17,6 +17,7 @@ from managed_e2b.local.envd.context import EnvdContext
 from managed_e2b.local.history import History
 from managed_e2b.local.lifetime import Lifetime
 from managed_e2b.local.logbook import Logbook
+from managed_e2b.local.network.policy import OPEN, Policy
 from managed_e2b.local.runtime.base import Guest
 from managed_e2b.local.templates import NO_SETTINGS, Settings
 
@@ -88,6 +89,8 @@ class SandboxSpec:
     mask_request_host: str | None = None
     https_ports: frozenset[int] = frozenset()
     """Ports that serve TLS themselves."""
+    egress: Policy = OPEN
+    """What it may reach outside."""
 
 
 class EnvdApp(Protocol):

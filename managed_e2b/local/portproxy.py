@@ -20,11 +20,10 @@ from starlette.types import Receive, Scope, Send
 
 from managed_e2b.local.connections import WIRE, Wire
 from managed_e2b.local.model import Sandbox
+from managed_e2b.local.pumps import CHUNK, carry
 from managed_e2b.local.runtime.base import GuestError
 
 log = logging.getLogger(__name__)
-
-CHUNK = 64 * 1024
 
 # RFC 9110, 7.6.1: these belong to one connection. `host` is set anew; the last three are for the gateway alone.
 _NOT_FORWARDED = frozenset(
@@ -185,7 +184,10 @@ class _Exchange:
             raise h11.RemoteProtocolError("an upgrade that nobody asked for")
         async with self._wire.streams() as (reader, writer):
             writer.write(_head(answer) + bytes(self._http.trailing_data[0]))
-            await _carry((reader, writer), (self._reader, self._writer))
+            try:
+                await carry((reader, writer), (self._reader, self._writer))
+            except OSError:
+                log.debug("an upgraded connection broke off")
 
     async def _next_event(self) -> h11.Event:
         while (event := self._http.next_event()) is h11.NEED_DATA:
@@ -198,30 +200,3 @@ class _Exchange:
 def _head(answer: h11.InformationalResponse) -> bytes:
     lines = [b"HTTP/1.1 %d %s" % (answer.status_code, answer.reason), *(b"%s: %s" % pair for pair in answer.headers)]
     return b"\r\n".join([*lines, b"", b""])
-
-
-_Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
-
-
-async def _carry(one: _Streams, other: _Streams) -> None:
-    """Copy both ways until both have ended; the end of one is passed on alone. A side that breaks ends both."""
-    copies = [asyncio.create_task(_copy(one[0], other[1])), asyncio.create_task(_copy(other[0], one[1]))]
-    try:
-        await asyncio.gather(*copies)
-    except OSError:
-        log.debug("an upgraded connection broke off")
-    finally:
-        for copy in copies:
-            copy.cancel()
-        await asyncio.gather(*copies, return_exceptions=True)
-        one[1].close()
-        other[1].close()
-
-
-async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    while data := await reader.read(CHUNK):
-        writer.write(data)
-        await writer.drain()
-    if not writer.can_write_eof():  # TLS: its end is the end of both ways
-        raise ConnectionAbortedError("the other side cannot be half closed")
-    writer.write_eof()

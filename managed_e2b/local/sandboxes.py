@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, TypeVar
 
 from managed_e2b.local import history
@@ -25,6 +26,8 @@ from managed_e2b.local.history import History, Sampler, Subject
 from managed_e2b.local.lifetime import Lifetime
 from managed_e2b.local.logbook import Logbook
 from managed_e2b.local.model import EnvdFactory, Sandbox, SandboxSpec, State, new_sandbox_id, new_token
+from managed_e2b.local.network.policy import Policy
+from managed_e2b.local.network.ways import Ways
 from managed_e2b.local.pauses import Pauses, stream_cut
 from managed_e2b.local.runtime.base import Guest, Runtime
 from managed_e2b.local.tasks import Tasks
@@ -51,7 +54,10 @@ class SandboxRegistry:
     lists, and for by-id methods only once it is really gone: they wait for that, so that their 404 proves it.
     """
 
-    def __init__(self, runtime: Runtime, envd: EnvdFactory, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, runtime: Runtime, envd: EnvdFactory, *, clock: Clock | None = None, no_way_out: str | None = None
+    ) -> None:
+        """`no_way_out`: why sandboxes shall reach nothing outside, when so."""
         self._clock = clock or SystemClock()
         self._sandboxes: dict[str, Sandbox] = {}
         self._past: OrderedDict[str, Logbook] = OrderedDict()
@@ -63,7 +69,8 @@ class SandboxRegistry:
         self.counters = Counters()
         self._tasks = Tasks()
         self._timetable = Timetable(self._clock, self.expire_due)
-        self._boots = Boots(runtime, envd, self._tasks, self._on_death)
+        self._ways = Ways(self._tasks, no_way_out)
+        self._boots = Boots(runtime, envd, self._ways, self._tasks, self._on_death)
         self._copies = Copies(runtime, self.counters)
         self._pauses = Pauses(self._boots, self._copies, self._timetable, self._clock, self._tasks, self.counters)
         self._sampler = Sampler(self._subjects, self._clock)
@@ -258,6 +265,27 @@ class SandboxRegistry:
             else:
                 self._begin_end(sandbox, "expired")
         self._timetable.rearm()
+
+    # --- network
+
+    async def update_network(
+        self,
+        sandbox_id: str,
+        *,
+        egress: Policy,
+        network: Mapping[str, Any],
+        allow_internet_access: bool | None,
+    ) -> None:
+        """Change what it may reach, from now on and when it runs again. `network`: what is told of it.
+
+        Raises ApiError: 404, and 501 when it shall reach what no sandbox here reaches.
+        """
+        sandbox = await self.get(sandbox_id)
+        self._ways.check(egress)
+        sandbox.spec = replace(
+            sandbox.spec, egress=egress, network=network, allow_internet_access=allow_internet_access
+        )
+        self._ways.change(sandbox_id, egress)
 
     # --- pause, resume, copies: see `pauses` and `copies`
 

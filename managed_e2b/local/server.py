@@ -45,7 +45,8 @@ class LocalServer:
     `port` 0 takes a free one. `api_key` None: one is made. `data_dir` is where sandboxes keep their files while they
     live (None: the runtime's choice). `runtime` None: bubblewrap. `chaos`: the faults that are in force from the start;
     None: none ever, and nobody can ask for any. `tls_domain`: the sandboxes' domain, for which the server then answers
-    https to whoever uses it as HTTPS proxy; None: plain HTTP only. Nothing is done before `start`.
+    https to whoever uses it as HTTPS proxy; None: plain HTTP only. `internet` False: no sandbox reaches anything
+    outside, whatever it is made with. Nothing is done before `start`.
     """
 
     def __init__(
@@ -59,6 +60,7 @@ class LocalServer:
         clock: Clock | None = None,
         chaos: Script | None = None,
         tls_domain: str | None = None,
+        internet: bool = True,
     ) -> None:
         self._port = port
         self._data_dir = data_dir
@@ -67,6 +69,7 @@ class LocalServer:
         self._clock = clock or SystemClock()
         self._script = chaos
         self._tls_domain = tls_domain
+        self._no_way_out = None if internet else "the server was started without it"
         self._http: _Http | None = None
         self._serving: asyncio.Task[None] | None = None
         self._registry: SandboxRegistry | None = None
@@ -102,7 +105,9 @@ class LocalServer:
             raise
         port = listener.getsockname()[1]
         self.url = f"http://{HOST}:{port}"
-        self._registry = SandboxRegistry(self._runtime, self._envd or _default_envd(), clock=self._clock)
+        self._registry = SandboxRegistry(
+            self._runtime, self._envd or _default_envd(), clock=self._clock, no_way_out=self._no_way_out
+        )
         protocol: type[BoundedProtocol] = BoundedProtocol
         if self._script is not None:
             from managed_e2b.local.chaos.layer import ChaosLayer
@@ -253,6 +258,7 @@ def run_server(
     data_dir: Path | None = None,
     chaos: Script | None = None,
     tls_domain: str | None = None,
+    internet: bool = True,
     announce: Callable[[LocalServer], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then kill all sandboxes and return: `me2b serve`.
@@ -261,7 +267,8 @@ def run_server(
     `announce` is called once the server listens. Raises RuntimeUnavailable, ValueError for the domain, and OSError: for
     the port and the authority's files, or for the state file when nothing else tells the key.
     """
-    server = LocalServer(port, keys.choose_api_key(os.environ), data_dir, chaos=chaos, tls_domain=tls_domain)
+    key = keys.choose_api_key(os.environ)
+    server = LocalServer(port, key, data_dir, chaos=chaos, tls_domain=tls_domain, internet=internet)
     asyncio.run(_run(server, announce))
 
 

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from managed_e2b.local.api.network import NetworkApi
 from managed_e2b.local.api.others import OtherApi
 from managed_e2b.local.api.sandboxes import SandboxApi
 from managed_e2b.local.api.snapshots import SnapshotApi
@@ -47,6 +48,7 @@ def control_plane(
         routes=[
             *TelemetryApi(registry).routes(),
             *SandboxApi(registry, templates, clock, domain).routes(),
+            *NetworkApi(registry).routes(),
             *OtherApi(registry, templates, clock, api_key).routes(),
             *SnapshotApi(registry, templates, Snapshots(registry, templates, clock), domain).routes(),
             *(extension.routes() if extension is not None else ()),

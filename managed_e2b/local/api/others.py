@@ -18,7 +18,6 @@ from managed_e2b.local.templates import TemplateCatalog, split_reference
 TEAM_ID = "00000000-0000-4000-8000-000000000001"
 
 NOT_BUILT: tuple[tuple[str, str, list[str]], ...] = (
-    ("/sandboxes/{id}/network", "Changing a sandbox's network", ["PUT"]),
     ("/v3/templates", "Building templates", ["POST"]),
     ("/v2/templates/{id}", "Changing templates", ["PATCH"]),
     ("/v2/templates/{id}/builds/{build}", "Building templates", ["POST"]),

@@ -9,7 +9,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from managed_e2b.local import lifetime
-from managed_e2b.local.api import schemas, views
+from managed_e2b.local.api import network, schemas, views
 from managed_e2b.local.api.params import sandbox_id
 from managed_e2b.local.clock import Clock
 from managed_e2b.local.errors import ApiError, bad_request, not_built
@@ -18,9 +18,6 @@ from managed_e2b.local.listing import Query, parse_metadata, parse_query, select
 from managed_e2b.local.model import SandboxSpec
 from managed_e2b.local.sandboxes import SandboxRegistry
 from managed_e2b.local.templates import TemplateCatalog
-
-NOT_BUILT_NETWORK = ("egressProxy", "rules", "httpsPorts")
-"""Network options that would change what traffic means; accepting them in silence would be a lie."""
 
 
 class SandboxApi:
@@ -90,11 +87,6 @@ class SandboxApi:
             raise not_built("Mounting volumes")
         if body.iam and body.iam.get("tokens"):
             raise not_built("Workload identity (iam)")
-        network = body.network
-        if network is not None:
-            for option in NOT_BUILT_NETWORK:
-                if (network.model_extra or {}).get(option):
-                    raise not_built(f"The network option {option}")
         return SandboxSpec(
             template_id=found.template.template_id,
             alias=found.template.alias,
@@ -107,10 +99,7 @@ class SandboxApi:
             auto_pause=body.auto_pause,
             auto_pause_memory=body.auto_pause_memory,
             auto_resume=auto_resume,
-            allow_internet_access=body.allow_internet_access,
-            network=network.model_dump(by_alias=True, exclude_unset=True) if network is not None else None,
-            public_traffic=network.allow_public_traffic if network is not None else True,
-            mask_request_host=network.mask_request_host if network is not None else None,
+            **network.options(body.network, body.allow_internet_access),
         )
 
     # --- lists

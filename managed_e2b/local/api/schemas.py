@@ -29,13 +29,26 @@ class AutoResume(_Body):
     enabled: bool
 
 
-class Network(_Body):
-    """What of the network options has a meaning where nothing gets out: who may come in."""
+class Outgoing(_Body):
+    """What a sandbox may reach."""
 
-    model_config = ConfigDict(extra="allow")
+    allow_out: list[str] | None = None
+    deny_out: list[str] | None = None
+    dns_servers: list[str] | None = None
+    egress_proxy: dict[str, Any] | None = None
+    rules: dict[str, Any] | None = None
+
+
+class NetworkUpdate(Outgoing):
+    allow_internet_access: Annotated[bool | None, Field(alias="allow_internet_access")] = None
+
+
+class Network(Outgoing):
+    """The same, and who may reach it."""
 
     allow_public_traffic: bool = True
     mask_request_host: str | None = None
+    https_ports: list[Annotated[int, Field(ge=1, le=65535)]] | None = None
 
 
 class NewSandbox(_Body):

@@ -160,6 +160,15 @@ class Guest(Protocol):
         """
         ...
 
+    async def way_out(self) -> tuple[int, int]:
+        """Lead what leaves the sandbox to two sockets: a listening TCP one, and a UDP one that gets DNS queries.
+
+        They are non-blocking, and ours. A connection tells where it was going (SO_ORIGINAL_DST), a query which server
+        it is for (IP_PKTINFO). Nothing else leaves, whatever runs in there. Once a sandbox, before anything runs.
+        Raises GuestError where the host cannot do that, and GuestGone.
+        """
+        ...
+
     async def freeze(self) -> None:
         """Stop every process of the sandbox; memory is kept."""
         ...

@@ -151,6 +151,10 @@ class BubblewrapGuest:
         (fd,) = (await self._ask("dial", port=port)).fds
         return fd
 
+    async def way_out(self) -> tuple[int, int]:
+        stream, datagrams = (await self._ask("way_out")).fds
+        return stream, datagrams
+
     async def freeze(self) -> None:
         await self._ask("signal_all", signal=int(signal.SIGSTOP))
         self._frozen = True

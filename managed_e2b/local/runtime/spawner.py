@@ -22,6 +22,7 @@ served.
 | abandon | sandbox, job (a spawn request) | its command is killed, with all its descendants |
 | signal_all | sandbox, signal | |
 | dial | sandbox, port | ; a connected socket |
+| way_out | sandbox | ; a listening TCP socket, a UDP socket (see `netlink`) |
 | usage | sandbox, directories | see `look.usage` |
 | keep | directories, layer (made) | copies of them, by their last names, in `layer` |
 | remove | directory | |
@@ -44,7 +45,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from managed_e2b.local.runtime import agent, base_template, channel, children, launch, linux, look, upkeep
+from managed_e2b.local.runtime import agent, base_template, channel, children, launch, linux, look, netlink, upkeep
 from managed_e2b.local.runtime.forks import Forks, Told
 from managed_e2b.local.runtime.launch import LaunchPipes
 from managed_e2b.local.runtime.layers import Layout
@@ -367,6 +368,10 @@ class Spawner:
         inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNET
         self._visit(request, args["sandbox"], inside, lambda _: look.dial(port))
 
+    def _way_out(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNET
+        self._visit(request, args["sandbox"], inside, lambda _: netlink.open_way_out())
+
     def _usage(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         directories = list(args["directories"])
         self._visit(request, args["sandbox"], linux.CLONE_NEWUSER, lambda pidfd: look.usage(pidfd, directories))
@@ -407,6 +412,7 @@ class Spawner:
         "abandon": _abandon,
         "signal_all": _signal_all,
         "dial": _dial,
+        "way_out": _way_out,
         "usage": _usage,
         "keep": _keep,
         "remove": _remove,

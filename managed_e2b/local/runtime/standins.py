@@ -30,7 +30,7 @@ def group(one_id: bool) -> str:
 FILES = {
     "etc/hostname": f"{HOSTNAME}\n",
     "etc/hosts": f"127.0.0.1\tlocalhost {HOSTNAME} e2b\n::1\tlocalhost ip6-localhost ip6-loopback\n",
-    "etc/resolv.conf": "# This sandbox has no network but its own loopback.\n",
+    "etc/resolv.conf": "nameserver 8.8.8.8\n",
     "etc/nsswitch.conf": (
         "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nnetworks: files\n"
         "protocols: files\nservices: files\nethers: files\nrpc: files\n"

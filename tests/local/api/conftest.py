@@ -75,6 +75,9 @@ class FakeGuest:
     async def user(self, name: str) -> User:
         raise KeyError(name)
 
+    async def way_out(self) -> tuple[int, int]:
+        raise GuestError(errno.EOPNOTSUPP, "there is no way out of a fake")
+
     async def connect(self, port: int) -> int:
         if port not in self.ports:
             raise GuestError(errno.ECONNREFUSED, "connection refused")

@@ -1,0 +1,64 @@
+"""The host's side of a way out: its resolver, its own addresses, and connections made from it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Sequence
+from ipaddress import IPv4Address, ip_address
+from pathlib import Path
+
+from managed_e2b.local.pumps import Streams
+
+DIAL_TIMEOUT = 30.0
+"""Seconds for a connection to come to be, however many addresses are tried."""
+
+_RESOLV_CONF = Path("/etc/resolv.conf")
+_ANY_PORT = 9
+
+
+def is_own(address: IPv4Address) -> bool:
+    """Whether the host itself has that address: services that listen on all of them are not meant for sandboxes."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((str(address), _ANY_PORT))  # sends nothing: it asks the routes
+        except OSError:
+            return False  # no way there at all
+        return bool(probe.getsockname()[0] == str(address))
+
+
+def nameservers(path: Path = _RESOLV_CONF) -> list[str]:
+    """The host's own, as the C library would ask them."""
+    try:
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        lines = []
+    found = [words[1] for words in map(str.split, lines) if len(words) > 1 and words[0] == "nameserver"]
+    return [server for server in found if _is_address(server)] or ["127.0.0.1"]
+
+
+def _is_address(text: str) -> bool:
+    try:
+        ip_address(text.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+async def resolve(name: str) -> list[IPv4Address]:
+    """The IPv4 addresses of a name. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    found = await loop.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    return [IPv4Address(entry[4][0]) for entry in found]
+
+
+async def dial(addresses: Sequence[str], port: int) -> Streams:
+    """A connection to the first of them that answers. Raises OSError; TimeoutError is one."""
+    refused: OSError = ConnectionRefusedError("nowhere to connect to")
+    async with asyncio.timeout(DIAL_TIMEOUT):
+        for address in addresses:
+            try:
+                return await asyncio.open_connection(address, port)
+            except OSError as error:
+                refused = error
+    raise refused
