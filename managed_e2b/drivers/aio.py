@@ -35,6 +35,9 @@ class AioDriver:
         except RuntimeError:  # a pool takes nothing more once the main thread has ended; others still hold sandboxes
             return self._background.start(function)
 
+    async def apart(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return await asyncio.to_thread(function, *args, **kwargs)
+
     @property
     def told(self) -> int:
         return self._wakeup.count

@@ -27,6 +27,9 @@ class BlockingDriver:
     async def ledger(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return function(*args, **kwargs)
 
+    async def apart(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        return function(*args, **kwargs)
+
     @property
     def told(self) -> int:
         return self._wakeup.count

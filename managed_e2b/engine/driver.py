@@ -91,6 +91,10 @@ class Driver(Protocol):
         """Run a short blocking function. Once begun it is never abandoned: a cancellation is raised after its end."""
         ...
 
+    async def apart(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run a blocking function that may take long, beside any event loop. A cancellation does not wait for it."""
+        ...
+
     @property
     def told(self) -> int:
         """How often `notify` was called so far."""

@@ -27,7 +27,7 @@ async def stage_in(
     await ensure_held(engine, acquired)
     for target, (name, content) in targets.items():
         try:
-            data = content.read_bytes() if isinstance(content, Path) else content
+            data = await engine.driver.apart(content.read_bytes) if isinstance(content, Path) else content
             await patiently(engine, engine.driver.sdk.write_file, acquired.sandbox, target, data, user, hold=Hold())
         except OSError as error:
             raise StageError(

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -175,6 +179,30 @@ async def test_the_interpreter_is_found(handle: Any, name: str, source: str) -> 
 async def test_a_script_that_is_not_there_is_a_result(handle: Any) -> None:
     result = await settle(handle.run_script("none.py"))
     assert result.exit_code != 0
+
+
+@pytest.mark.parametrize("face", ["async"], indirect=True)
+async def test_a_slow_file_is_read_beside_the_event_loop(handle: Any, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)  # as slow as its writer, which is this loop
+
+    def opened() -> int | None:
+        try:
+            return os.open(pipe, os.O_WRONLY | os.O_NONBLOCK)
+        except OSError as error:
+            if error.errno != errno.ENXIO:  # nobody reads it yet
+                raise
+            return None
+
+    staging = asyncio.create_task(handle.stage_in({"slow.txt": pipe}))
+    async with asyncio.timeout(20):
+        while (writer := opened()) is None:
+            assert not staging.done()
+            await asyncio.to_thread(time.sleep, 0.01)
+    os.write(writer, b"slow, and whole")
+    os.close(writer)
+    await staging
+    assert await handle.stage_out(["slow.txt"]) == {"slow.txt": b"slow, and whole"}
 
 
 async def test_a_file_that_is_not_there_is_named(handle: Any, tmp_path: Path) -> None:
