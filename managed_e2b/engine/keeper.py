@@ -8,6 +8,7 @@ living their lease, nor an endpoint that hangs the owner its heartbeat.
 from __future__ import annotations
 
 import functools
+import math
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -77,10 +78,13 @@ class Keeper:
         self, name: str, interval: float, step: Callable[[], object], *, at_once: bool = False
     ) -> threading.Thread:
         def main() -> None:
+            due = time.monotonic() + leases.first_beat(self._engine.owner, interval)
             if at_once:
                 self._guarded(name, step)
-            while not self._stop.wait(interval):
+            while not self._stop.wait(max(0.0, due - time.monotonic())):
                 self._guarded(name, step)
+                # On its own beat, so that owners do not fall into step with those who wait for the same.
+                due += interval * max(1, math.ceil((time.monotonic() - due) / interval))
 
         return threading.Thread(target=main, name=f"me2b-keeper-{name}", daemon=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import zlib
 
 from ..models import SandboxRecord
 
@@ -48,3 +49,11 @@ def must_have_expired(record: SandboxRecord, now: int) -> bool:
 def beat_interval(lease: int, stale_after: int) -> float:
     """Seconds between two rounds of the keeper: four within the shorter of lease and staleness, at most 30."""
     return max(0.2, min(lease / 4, stale_after / 4, 30.0))
+
+
+def first_beat(owner: str, interval: float) -> float:
+    """Seconds until the first of an owner's rounds, above 0 and at most `interval`: always the same for one owner.
+
+    Those of many that were started together are spread over the interval, and so are all that follow.
+    """
+    return interval * (1 - zlib.crc32(owner.encode()) / 2**32)

@@ -8,11 +8,15 @@ import sys
 import textwrap
 import threading
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from managed_e2b import AsyncSandboxLifecycle, BackendError, SandboxGoneError, SandboxLifecycle, State
+from managed_e2b.engine.complaints import Complaints
+from managed_e2b.engine.keeper import Keeper
+from managed_e2b.rules import leases
 
 from .conftest import Face, remote_of, settle, until
 
@@ -169,3 +173,31 @@ def test_opening_and_closing_leaves_no_thread_and_no_descriptor(kind: Any, serve
     """
     run = subprocess.run([sys.executable, "-c", textwrap.dedent(source)], capture_output=True, text=True, timeout=90)
     assert run.stdout.startswith("True"), run.stdout + run.stderr
+
+
+def test_the_beats_of_owners_are_spread_and_each_keeps_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    class Stop:
+        def wait(self, seconds: float) -> bool:
+            nonlocal now
+            now += seconds
+            return now > 100
+
+    class Book:
+        def beat(self, owner: str) -> bool:
+            nonlocal now
+            beats.append(now)
+            now += 11.0 if len(beats) == 3 else 0.5  # the third waits for a writer, longer than its interval
+            return True
+
+    monkeypatch.setattr("managed_e2b.engine.keeper.time", SimpleNamespace(monotonic=lambda: now))
+    for owner in ("one", "another"):
+        now, beats = 0.0, list[float]()
+        engine: Any = SimpleNamespace(book=Book(), owner=owner, lease=300, complaints=Complaints())
+        keeper = Keeper(engine, lambda coroutine: None, stale_after=40, reaps=False)  # a beat every 10 s
+        keeper._stop = Stop()  # type: ignore[assignment]
+        keeper._threads[0].run()
+        phase = leases.first_beat(owner, 10.0)
+        assert beats == pytest.approx([phase + 10 * number for number in range(10) if number != 3])
+    assert leases.first_beat("one", 10.0) != leases.first_beat("another", 10.0)

@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 import dataclasses
+import random
+import uuid
+from collections import Counter
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -61,3 +64,17 @@ def test_an_unanswered_create_is_believed_dead_only_after_its_timeout_and_a_marg
     end = 60 * SECOND + 300 * SECOND + leases.CLOCK_MARGIN
     assert not leases.must_have_expired(unanswered, end)
     assert leases.must_have_expired(unanswered, end + 1)
+
+
+def test_the_first_beats_of_many_owners_are_spread_over_the_interval() -> None:
+    owners = [uuid.UUID(int=random.Random(number).getrandbits(128)).hex for number in range(1000)]
+    first = [leases.first_beat(owner, 30.0) for owner in owners]
+    assert all(0 < seconds <= 30.0 for seconds in first)
+    counts = Counter(int(seconds // 3) for seconds in first)
+    assert all(60 <= counts[tenth] <= 140 for tenth in range(10)), counts
+    assert first == [leases.first_beat(owner, 30.0) for owner in owners], "an owner's is always the same"
+
+
+@given(st.text())
+def test_any_name_of_an_owner_has_a_phase(owner: str) -> None:
+    assert 0 < leases.first_beat(owner, 0.2) <= 0.2
