@@ -40,11 +40,11 @@ class SandboxLifecycle(BaseLifecycle):
     ) -> SandboxContext:
         """A sandbox for the body of a `with`; when the block is left, in whatever way, the sandbox is ended.
 
-        Leaving it deletes the sandbox and waits until the backend, asked for this id, answers 404. What cannot be proved
-        within about 10 seconds, because the endpoint fails or wants to be left alone, raises nothing: the row stays
-        `cleaning` and keeps its slot, the keeper tries again every second, `shutdown` raises what it could not prove
-        either, and at the latest the lease ends it. Who is cancelled or interrupted is free after 80 ms, and the release
-        goes on.
+        Leaving it deletes the sandbox and waits until the backend, asked for this id, answers 404. What cannot be
+        proved within about 10 seconds, because the endpoint fails or wants to be left alone, raises nothing: the row
+        stays `cleaning` and keeps its slot, the keeper tries again every second, `shutdown` raises what it could not
+        prove either, and at the latest the lease ends it. Who is cancelled or interrupted is free within 80 ms, while
+        the release goes on.
 
         template, image, dockerfile: what it is made from; at most one, the template "base" when none is given.
         timeout: the hard limit of its life, in whole seconds.
@@ -55,8 +55,8 @@ class SandboxLifecycle(BaseLifecycle):
             exception tells the id and the time.
 
         Raises ValidationError here, before anything is sent; entering raises AcquireTimeoutError, BackendError
-        (AuthenticationError, TemplateNotFoundError, BackendUnavailableError, SandboxCreateError). Both ends of the block
-        raise LedgerError when the ledger fails; the sandbox is killed all the same.
+        (AuthenticationError, TemplateNotFoundError, BackendUnavailableError, SandboxCreateError). Both ends of the
+        block raise LedgerError when the ledger fails; the sandbox is killed all the same.
         """
         request = self._request(
             template=template,
@@ -127,11 +127,11 @@ class SandboxLifecycle(BaseLifecycle):
         """Release everything, wait up to about `timeout` seconds for the proofs, and say goodbye in the ledger.
 
         Raises SandboxLeakError when sandboxes could not be proved dead in time, and LedgerError when the ledger fails:
-        what this process knows of is killed first, and the watchdog goes on with the rest. Returns the rows of creates that were
-        never answered, of which it is not known yet whether they made one; most often none. Both are left `cleaning`,
-        for any reaper on this ledger, and end with their lease at the latest. May be called again: it waits for what
-        the first call has begun, should that have been interrupted. In a forked child it does nothing: everything is
-        the parent's.
+        what this process knows of is killed first, and the watchdog goes on with the rest. Returns the rows of creates
+        that were never answered, of which it is not known yet whether they made one; most often none. Both are left
+        `cleaning`, for any reaper on this ledger, and end with their lease at the latest. May be called again: it waits
+        for what the first call has begun, should that have been interrupted. In a forked child it does nothing:
+        everything is the parent's.
         """
         return _run(self._close(timeout))
 
