@@ -18,7 +18,7 @@ import h11
 from starlette.datastructures import Headers
 from starlette.types import Receive, Scope, Send
 
-from managed_e2b.local.connections import WIRE, Wire
+from managed_e2b.local.connections import HANDSHAKE_TIMEOUT, WIRE, Wire
 from managed_e2b.local.model import Sandbox
 from managed_e2b.local.pumps import CHUNK, carry
 from managed_e2b.local.runtime.base import GuestError
@@ -70,7 +70,9 @@ async def _open(sandbox: Sandbox, port: int, descriptor: int) -> tuple[asyncio.S
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
     try:
-        return await asyncio.open_connection(sock=connection, ssl=context, server_hostname="")
+        return await asyncio.open_connection(
+            sock=connection, ssl=context, server_hostname="", ssl_handshake_timeout=HANDSHAKE_TIMEOUT
+        )
     except OSError as error:
         raise PortClosed from error
 

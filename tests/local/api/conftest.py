@@ -249,8 +249,8 @@ async def serve() -> AsyncIterator[Serve]:
     async with contextlib.AsyncExitStack() as stack:
         runtime = FakeRuntime()
 
-        async def start(*, clock: StepClock | None) -> World:
-            server = LocalServer(api_key=API_KEY, runtime=runtime, envd=FakeEnvd, clock=clock)
+        async def start(*, clock: StepClock | None, **options: Any) -> World:
+            server = LocalServer(api_key=API_KEY, runtime=runtime, envd=FakeEnvd, clock=clock, **options)
             await stack.enter_async_context(server)
             key = {"X-API-KEY": API_KEY}
             api, anonymous = (
