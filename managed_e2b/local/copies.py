@@ -48,12 +48,16 @@ class Copies:
         except GuestGone as error:
             raise sandbox_not_found(sandbox.sandbox_id) from error
         except GuestError as error:
+            if self._ended(sandbox, state):  # its files were being removed
+                raise sandbox_not_found(sandbox.sandbox_id) from error
             raise _refusal(sandbox.sandbox_id, error) from error
-        # of files that were being removed the copy need not be whole
-        if not sandbox.is_in(state) or sandbox.guest.dead.is_set():
+        if self._ended(sandbox, state):  # of files that were being removed the copy need not be whole
             await self.drop(image)
             raise sandbox_not_found(sandbox.sandbox_id)
         return image
+
+    def _ended(self, sandbox: Sandbox, before: State) -> bool:
+        return not sandbox.is_in(before) or sandbox.guest.dead.is_set()
 
     async def drop(self, image: str) -> None:
         """Forget an image that `commit` made."""

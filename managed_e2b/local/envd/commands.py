@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os.path
+import re
 
 from connectrpc.code import Code
 from connectrpc.errors import ConnectError
@@ -14,6 +15,8 @@ from managed_e2b.local.runtime.base import Command, GuestError, PtySize, User
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 PTY_MAX = 0xFFFF  # a window size is 16 bits
+
+_PROGRAM = re.compile(r"[A-Za-z0-9_./+-]{1,64}")
 
 # What is short now may be there later: clients may try again. Everything else is wrong for good.
 _TRANSIENT = {errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE, errno.ENOSPC}
@@ -38,6 +41,18 @@ def command_of(ctx: EnvdContext, user: User, request: StartRequest) -> Command:
         stdin=request.pty is None and (not request.has_field("stdin") or request.stdin),
         pty=None if request.pty is None else pty_size(request.pty),
     )
+
+
+def program_of(config: ProcessConfig | None) -> str:
+    """What may be told of a command in a log: the program's name. Arguments, and whatever a shell would expand or
+    assign, may hold secrets.
+    """
+    if config is None:
+        return ""
+    shell = os.path.basename(config.cmd)
+    line = config.args[-1] if shell in ("bash", "sh") and "-c" in config.args[:-1] else shell
+    name = os.path.basename(next(iter(line.split()), ""))
+    return name if _PROGRAM.fullmatch(name) else "a shell command"
 
 
 def environment(ctx: EnvdContext, user: User, request: dict[str, str]) -> dict[str, str]:

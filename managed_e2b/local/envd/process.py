@@ -16,10 +16,11 @@ from e2b.envd.process import process_pb as pb
 from protobuf import Oneof
 
 from managed_e2b.local.envd.auth import rpc_user
-from managed_e2b.local.envd.commands import command_of, missing_cwd, pty_size, start_error
+from managed_e2b.local.envd.commands import command_of, missing_cwd, program_of, pty_size, start_error
 from managed_e2b.local.envd.context import EnvdContext
 from managed_e2b.local.envd.running import InputRefused, RunningProcess
 from managed_e2b.local.envd.streams import Mailbox, attached, attended, keepalive_interval
+from managed_e2b.local.logbook import Level
 from managed_e2b.local.runtime.base import Command, GuestError, GuestGone, GuestProcess
 
 TIMEOUT_HEADER = "connect-timeout-ms"
@@ -73,6 +74,7 @@ class ProcessService(process_connect.Process):
         with self._guest_errors():
             user = await rpc_user(self._ctx, ctx.request_headers.get("authorization"))
             process = await self._spawn(request, command_of(self._ctx, user, request))
+        self._log("started", process, user=user.name)
         if lifetime is not None:
             process.expire_after(lifetime + DEADLINE_MARGIN, mailbox)
         with process.reader(mailbox), attached(mailbox):
@@ -186,7 +188,24 @@ class ProcessService(process_connect.Process):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    def _log(self, what: str, process: RunningProcess, *, level: Level = Level.INFO, **fields: object) -> None:
+        program = program_of(process.config)
+        self._ctx.logbook.add(
+            "process",
+            f"Process {process.pid} {what}: {program}",
+            level=level,
+            event_type=f"process_{what}",
+            pid=process.pid,
+            program=program,
+            tag=process.tag,
+            **fields,
+        )
+
     def _ended(self, process: RunningProcess) -> None:
+        if (exit := process.exit) is not None:
+            level = Level.INFO if exit.code == 0 else Level.WARN
+            self._log("ended", process, level=level, exit_code=exit.code, signal=exit.signal)
+
         def forget() -> None:
             self._forgetting.discard(timer)
             if self._processes.get(process.pid) is process:  # the kernel may have given the number to another

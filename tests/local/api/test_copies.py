@@ -112,10 +112,12 @@ async def test_only_what_runs_is_forked_or_snapshotted(world):
     assert copies(world) == []
 
 
-async def test_a_kill_while_the_files_are_copied(world):
+@pytest.mark.parametrize("error", [None, GuestError(errno.EIO, "cp: cannot stat")])
+async def test_a_kill_while_the_files_are_copied(world, error):
     source = await world.create()
     guest = world.guest(source)
     guest.commit_gate.clear()
+    guest.commit_error = error
     fork = asyncio.create_task(world.api.post(path_of(source, "/fork"), json={"count": 2}))
     await guest.committing.wait()
     assert (await world.api.delete(path_of(source))).status_code == 204
@@ -274,6 +276,23 @@ async def test_a_kill_while_it_boots_anew_waits_and_takes_the_new_guest(world, u
     assert [(await resume).status_code, (await kill).status_code] == [404, 204]
     assert len(world.runtime.guests) == 2
     assert world.runtime.alive == []
+    assert copies(world) == []
+
+
+async def test_a_kill_while_the_memory_is_given_up_leaves_no_new_guest(world):
+    sandbox = await world.create()
+    await world.api.post(path_of(sandbox, "/pause"))
+    guest = world.guest(sandbox)
+    guest.kill_gate.clear()
+    body = {"timeout": 30, "memory": False}
+    resume = asyncio.create_task(world.api.post(path_of(sandbox, "/connect"), json=body))
+    await guest.killing.wait()
+    guest.killing.clear()
+    kill = asyncio.create_task(world.api.delete(path_of(sandbox)))
+    await guest.killing.wait()
+    guest.kill_gate.set()
+    assert [(await resume).status_code, (await kill).status_code] == [404, 204]
+    assert len(world.runtime.guests) == 1
     assert copies(world) == []
 
 
