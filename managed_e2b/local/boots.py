@@ -9,7 +9,7 @@ from managed_e2b.local.errors import ApiError
 from managed_e2b.local.logbook import Logbook
 from managed_e2b.local.model import EnvdApp, EnvdFactory, Sandbox, SandboxSpec
 from managed_e2b.local.network.ways import Ways
-from managed_e2b.local.runtime.base import Guest, GuestSpec, Runtime, RuntimeUnavailable
+from managed_e2b.local.runtime.base import Guest, GuestSpec, ImageUnavailable, Runtime, RuntimeUnavailable
 from managed_e2b.local.tasks import Tasks
 
 
@@ -33,13 +33,15 @@ class Boots:
     async def guest(self, sandbox_id: str, spec: SandboxSpec, image: str | None = None) -> Guest:
         """A guest as `spec` wants it, of its image or of another.
 
-        Raises ApiError: 404 when the image is gone, 503 when the runtime can make none, 501 when it shall reach what no
-        sandbox here reaches.
+        Raises ApiError: 404 when the image is gone, 503 when the runtime can make none, 501 when the image cannot be
+        made here, or the sandbox shall reach what none here reaches.
         """
         try:
             guest = await self._runtime.create(sandbox_id, GuestSpec(image=image or spec.image))
         except KeyError as error:
             raise ApiError(404, f"template '{spec.template_id}' not found") from error
+        except ImageUnavailable as error:
+            raise ApiError(501, str(error), headers={"Should-Retry": "false"}) from error
         except RuntimeUnavailable as error:
             raise ApiError(503, str(error), headers={"Should-Retry": "false"}) from error
         try:

@@ -33,6 +33,9 @@ _NOT_FORWARDED = frozenset(
 
 _NOT_RETURNED = _NOT_FORWARDED | {b"transfer-encoding"}  # the server frames the body anew
 _SWITCHED = 101
+AWAIT_SECONDS = 60.0
+"""How long a request waits for a port that something will listen on, see `templates.Settings`."""
+AWAIT_PAUSE = 0.05  # seconds between two looks: one costs a few milliseconds
 
 
 class PortClosed(Exception):
@@ -45,12 +48,7 @@ async def proxy(sandbox: Sandbox, port: int, scope: Scope, receive: Receive, sen
     Raises PortClosed when nothing has been answered, and GuestGone. An answer that breaks off is left unfinished:
     the server then cuts the connection, so that the client does not take it for whole.
     """
-    try:
-        descriptor = await sandbox.guest.connect(port)
-    except GuestError as error:
-        if error.errno in (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT):
-            raise PortClosed from error
-        raise
+    descriptor = await _dial(sandbox, port)
     upgrade = _upgrade(scope)
     reader, writer = await _open(sandbox, port, descriptor)
     try:
@@ -58,6 +56,21 @@ async def proxy(sandbox: Sandbox, port: int, scope: Scope, receive: Receive, sen
         await exchange.run(_request(sandbox, port, scope, upgrade), receive, send)
     finally:
         writer.close()
+
+
+async def _dial(sandbox: Sandbox, port: int) -> int:
+    """Raises PortClosed: at once or, where something is to listen soon, after a while."""
+    time = asyncio.get_running_loop().time
+    end = time() + (AWAIT_SECONDS if port in sandbox.spec.settings.awaited_ports else 0)
+    while True:
+        try:
+            return await sandbox.guest.connect(port)
+        except GuestError as error:
+            if error.errno not in (errno.ECONNREFUSED, errno.ECONNRESET, errno.ETIMEDOUT):
+                raise
+            if time() >= end:
+                raise PortClosed from error
+        await asyncio.sleep(AWAIT_PAUSE)
 
 
 async def _open(sandbox: Sandbox, port: int, descriptor: int) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:

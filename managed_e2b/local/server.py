@@ -16,6 +16,7 @@ import uvicorn
 
 from managed_e2b.local import keys
 from managed_e2b.local.api.app import control_plane
+from managed_e2b.local.builtin import add_builtin
 from managed_e2b.local.clock import Clock, SystemClock
 from managed_e2b.local.connections import BoundedProtocol, backlog
 from managed_e2b.local.envd.signatures import signature_matches
@@ -114,7 +115,7 @@ class LocalServer:
             from managed_e2b.local.chaos.wire import ConnectionProtocol
 
             self._chaos, protocol = ChaosLayer(self._registry, self._clock, self._script), ConnectionProtocol
-        self._http = _Http(self._application(port), protocol)
+        self._http = _Http(self._application(port, self._runtime), protocol)
         self._serving = asyncio.create_task(self._http.serve(sockets=[listener]))
         await self._http.ready(self._serving)
 
@@ -123,10 +124,13 @@ class LocalServer:
         if self._envd is None:
             _default_envd()
 
-    def _application(self, port: int) -> Gateway:
+    def _application(self, port: int, runtime: Runtime) -> Gateway:
+        now = self._clock.read().wall
+        templates = TemplateCatalog(now)
+        add_builtin(templates, runtime, now)
         api = control_plane(
             self.registry,
-            TemplateCatalog(self._clock.read().wall),
+            templates,
             self._clock,
             api_key=self.api_key,
             domain=f"localhost:{port}" if self.tls is None else self.tls.domain,

@@ -38,13 +38,17 @@ def new_template_id() -> str:
 
 @dataclass(frozen=True)
 class Settings:
-    """What the commands of a template's sandboxes run with, and what is started in each. `workdir` None: the home."""
+    """What the commands of a template's sandboxes run with, and what is started in each. `workdir` None: the home.
+
+    `awaited_ports`: those that what is started will listen on; a request that comes earlier waits for it.
+    """
 
     env: Mapping[str, str] = field(default_factory=dict)
     user: str = DEFAULT_USER
     workdir: str | None = None
     start_cmd: str | None = None
     ready_cmd: str | None = None
+    awaited_ports: frozenset[int] = frozenset()
 
 
 NO_SETTINGS = Settings()
