@@ -8,10 +8,12 @@ from __future__ import annotations
 from datetime import datetime
 
 from managed_e2b.local.interpreter import recipe as interpreter
+from managed_e2b.local.mcp.recipe import GatewayRecipe
 from managed_e2b.local.runtime.base import Recipe, Runtime
-from managed_e2b.local.templates import DEFAULT_TAG, Build, Settings, Template, TemplateCatalog
+from managed_e2b.local.templates import DEFAULT_TAG, NO_SETTINGS, Build, Settings, Template, TemplateCatalog
 
 CODE_INTERPRETER = "code-interpreter-v1"
+MCP_GATEWAY = "mcp-gateway"
 
 _INTERPRETER = Settings(start_cmd=f"exec {interpreter.START}", awaited_ports=frozenset({interpreter.PORT}))
 
@@ -20,6 +22,7 @@ def add_builtin(catalog: TemplateCatalog, runtime: Runtime, now: datetime) -> No
     """Offer them to the runtime, and name them in the catalog."""
     offers: list[tuple[str, int, Recipe, Settings]] = [
         (CODE_INTERPRETER, 1, interpreter.InterpreterRecipe(), _INTERPRETER),
+        (MCP_GATEWAY, 2, GatewayRecipe(), NO_SETTINGS),
     ]
     for name, number, recipe, settings in offers:
         runtime.offer(name, recipe)
