@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
@@ -85,6 +86,8 @@ class Background:
             self._open.add(future)
         future.add_done_callback(self._forget)
         try:
+            if sys.is_finalizing():  # a coroutine that nobody ended is dropped; a thread would never begin
+                raise RuntimeError
             threading.Thread(target=body, name="me2b-cleanup", daemon=False).start()
         except RuntimeError:
             body()  # no thread can be had, as in `atexit`: cleanup that can be interrupted is better than none
