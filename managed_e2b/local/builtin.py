@@ -15,7 +15,11 @@ from managed_e2b.local.templates import DEFAULT_TAG, NO_SETTINGS, Build, Setting
 CODE_INTERPRETER = "code-interpreter-v1"
 MCP_GATEWAY = "mcp-gateway"
 
-_INTERPRETER = Settings(start_cmd=f"exec {interpreter.START}", awaited_ports=frozenset({interpreter.PORT}))
+_INTERPRETER = Settings(
+    start_cmd=f"exec {interpreter.START}",
+    awaited_ports=frozenset({interpreter.PORT}),
+    guarded=frozenset({(interpreter.PORT, "/execute")}),  # the SDKs send the token to no other path
+)
 
 
 def add_builtin(catalog: TemplateCatalog, runtime: Runtime, now: datetime) -> None:

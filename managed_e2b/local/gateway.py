@@ -16,6 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from managed_e2b.local.api.app import error_response
+from managed_e2b.local.envd.auth import UNAUTHORIZED
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.model import ENVD_PORT, Sandbox, State
 from managed_e2b.local.portproxy import PortClosed, proxy
@@ -129,6 +130,10 @@ class Gateway:
         headers = Headers(scope=scope)
         if target.port != ENVD_PORT and not _token_fits(sandbox.traffic_token, headers.get(TRAFFIC_TOKEN_HEADER)):
             return _answer(target, 403, f"The sandbox's ports need its token in the header {TRAFFIC_TOKEN_HEADER}")
+        if (target.port, scope["path"]) in sandbox.spec.settings.guarded and not _token_fits(
+            sandbox.access_token, headers.get("x-access-token")
+        ):
+            return _answer(target, 401, UNAUTHORIZED)
         if not sandbox.is_in(State.RUNNING) and (refusal := await self._wake(sandbox, target, headers)):
             return refusal
         if target.port == ENVD_PORT:

@@ -41,6 +41,7 @@ class Settings:
     """What the commands of a template's sandboxes run with, and what is started in each. `workdir` None: the home.
 
     `awaited_ports`: those that what is started will listen on; a request that comes earlier waits for it.
+    `guarded`: port and path of requests that need the sandbox's access token, as those to its envd do.
     """
 
     env: Mapping[str, str] = field(default_factory=dict)
@@ -49,6 +50,7 @@ class Settings:
     start_cmd: str | None = None
     ready_cmd: str | None = None
     awaited_ports: frozenset[int] = frozenset()
+    guarded: frozenset[tuple[int, str]] = frozenset()
 
 
 NO_SETTINGS = Settings()
