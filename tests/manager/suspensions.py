@@ -38,9 +38,17 @@ class Cancel:
 
 
 class Suspending(Generic[T]):
-    """A coroutine whose suspensions are counted, and whose task is cancelled at some of them."""
+    """A coroutine whose suspensions are counted, and whose task is cancelled at some of them.
 
-    def __init__(self, coroutine: Coroutine[Any, Any, T], cancel: Cancel | None = None) -> None:
+    `hit` does something else than to cancel its task.
+    """
+
+    def __init__(
+        self,
+        coroutine: Coroutine[Any, Any, T],
+        cancel: Cancel | None = None,
+        hit: Callable[[], object] | None = None,
+    ) -> None:
         self.seen = 0
         """Suspensions so far."""
         self.sent = 0
@@ -50,6 +58,7 @@ class Suspending(Generic[T]):
         self._sent_at: float | None = None
         self._coroutine = coroutine
         self._cancel = cancel
+        self._hit = hit
 
     async def run(self) -> T:
         """What the coroutine returns, or raises. For a task of its own, which is the one that is cancelled."""
@@ -89,7 +98,10 @@ class Suspending(Generic[T]):
         self.sent += 1
         if self._sent_at is None:
             self._sent_at = asyncio.get_running_loop().time()
-        task.cancel()
+        if self._hit is not None:
+            self._hit()
+        else:
+            task.cancel()
 
 
 def hesitant(driver: Any) -> None:

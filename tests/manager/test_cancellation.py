@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import signal
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -31,16 +32,21 @@ from managed_e2b.testing import Chaos, TestServer
 
 from .conftest import until
 from .orphans import creating_row, owner_row, queued_row, running_row
+from .programs import Programs, programs_on
 from .suspensions import Cancel, Moment, Suspending, hesitant
 
-SAMPLE = 4
-"""Without --exhaustive every fourth suspension is hit, each way to cancel beginning at another one."""
-
-WAYS: list[tuple[Moment, int]] = [
-    ("early", 1), ("early", 2), ("early", 3), ("late", 1), ("late", 2), ("late", 3), ("burst", 3),
+WAYS: list[tuple[int, Moment]] = [
+    (1, "early"), (1, "late"), (2, "early"), (2, "late"), (3, "early"), (3, "late"), (3, "burst"),
 ]  # fmt: skip
 
+SAMPLE = len(WAYS)
+"""Without --exhaustive each suspension is hit in one way, the next one in the next way."""
+
 COMMAND = "sleep 5151"
+
+
+STREAM = f"{COMMAND} >/dev/null 2>&1 & for n in 1 2 3 4; do echo $n; sleep 0.01; done"
+"""Some output, and a process that would go on."""
 
 
 class World:
@@ -96,9 +102,7 @@ class World:
         made = [request for request in self.chaos.journal("create").requests if request.ticket and request.sandbox_id]
         rows: dict[str, str | None] = {}
         for number in range(len(self._opened)):
-            book = Ledger(open_engine(self._directory / f"{number}.db"))
-            rows |= {row.ticket: row.sandbox_id for row in book.records()}
-            book.close()
+            rows |= {row.ticket: row.sandbox_id for row in read(self._directory / f"{number}.db")}
         return [
             request.sandbox_id
             for request in made
@@ -328,7 +332,6 @@ async def reap(world: World) -> AsyncIterator[Step]:
 @asynccontextmanager
 async def reap_with_purge_foreign(world: World) -> AsyncIterator[Step]:
     """Sandboxes that nobody knows; the first kill does nothing, so that its proof is waited for."""
-    await world.orphan(owner_row(world.lifecycle._book, dead=True))
     await world.plant()
     await world.plant(run="7")
     world.chaos.on("kill").first().pretend()
@@ -418,6 +421,12 @@ async def world(
     await world.close()
 
 
+@pytest.fixture
+def stride(request: pytest.FixtureRequest) -> int:
+    """From one suspension that is hit to the next."""
+    return 1 if request.config.getoption("--exhaustive") else SAMPLE
+
+
 async def once(world: World, scenario: Scenario, cancel: Cancel | None) -> Suspending[Any]:
     """One run. When it was cancelled it has ended as cancelled, and nothing of it goes on, on the loop either."""
     async with scenario(world) as step:
@@ -438,7 +447,7 @@ async def once(world: World, scenario: Scenario, cancel: Cancel | None) -> Suspe
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
 async def test_a_cancellation_at_every_suspension_leaves_nothing(
-    scenario: Scenario, world: World, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+    scenario: Scenario, world: World, stride: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     complaints: list[Any] = []
 
@@ -449,18 +458,17 @@ async def test_a_cancellation_at_every_suspension_leaves_nothing(
 
     asyncio.get_running_loop().set_exception_handler(complain)
     suspensions = (await once(world, scenario, None)).seen
-    step = 1 if request.config.getoption("--exhaustive") or suspensions <= SAMPLE else SAMPLE
     runs, longest = 0, 0.0
-    for index, (moment, times) in enumerate(WAYS):
-        number = index % step
-        while True:
-            run = await once(world, scenario, Cancel(number, times, moment))
+    for index, way in enumerate(WAYS):
+        number = index % stride
+        while number < suspensions or stride == 1:
+            run = await once(world, scenario, Cancel(number, *way))
             if not run.sent and number >= suspensions:
                 break
             runs += bool(run.sent)
             longest = max(longest, run.took)
             suspensions = max(suspensions, run.seen)
-            number += step
+            number += stride
     assert runs >= 1
     gc.collect()  # a task whose exception nobody took complains when it goes
     assert complaints == []
@@ -468,3 +476,144 @@ async def test_a_cancellation_at_every_suspension_leaves_nothing(
     assert world.untracked() == []
     with capsys.disabled():
         sys.stdout.write(f" [{suspensions} suspensions, {runs} cancelled, longest until free {longest * 1000:.0f} ms]")
+
+
+# -- inside the SDK -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.timeout(600)
+async def test_a_command_cancelled_at_every_suspension_of_the_task_that_reads_its_stream_is_ended(
+    world: World, stride: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A cancellation of a task that waits for another goes to that one, whatever it is at."""
+    loop = asyncio.get_running_loop()
+    reading: list[Suspending[Any]] = []
+
+    async def follow(handle: Any, cancel: Cancel | None) -> asyncio.Task[Any]:
+        caller = asyncio.create_task(handle.run(STREAM))
+
+        def factory(loop: asyncio.AbstractEventLoop, coroutine: Any, **options: Any) -> asyncio.Task[Any]:
+            if getattr(coroutine, "__qualname__", "").endswith("CommandHandle._handle_events"):
+                reading.append(Suspending(coroutine, cancel, hit=caller.cancel))
+                coroutine = reading[-1].run()
+            return asyncio.Task(coroutine, loop=loop, **options)
+
+        loop.set_task_factory(factory)
+        try:
+            await asyncio.wait([caller])
+        finally:
+            loop.set_task_factory(None)
+        return caller
+
+    async with world.lifecycle.acquire() as handle:
+        assert (await follow(handle, None)).result().stdout == "1\n2\n3\n4\n"
+        await handle.run(f"pkill -f '^{COMMAND}'", check=True)
+        suspensions, runs = reading[-1].seen, 0
+        for index, way in enumerate(WAYS):
+            for number in range(index % stride, suspensions, stride):
+                caller = await follow(handle, Cancel(number, *way))
+                if not reading[-1].sent:  # it came in fewer pieces this time
+                    await handle.run(f"pkill -f '^{COMMAND}'", check=True)
+                    break
+                assert caller.cancelled(), f"{number}, {way}: {caller}"
+                runs += 1
+                assert world.lifecycle._engine.driver.join(30)
+                found = await handle.run(f"pgrep -f '^{COMMAND}'")
+                assert (found.exit_code, found.stdout) == (1, ""), "a command that was given up goes on"
+    world.assert_whole(world.lifecycle)
+    with capsys.disabled():
+        sys.stdout.write(f" [{suspensions} suspensions, {runs} cancelled]")
+
+
+# -- Ctrl-C -------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+    import functools
+    sys.path.insert(0, {here!r})
+    from suspensions import Cancel, Suspending
+
+    async def main():
+        async with opened(watchdog=False, opening_reap=False) as lifecycle, lifecycle.acquire(timeout=600) as handle:
+            await handle.run("true")
+
+    async def run():
+        global watched
+        loop = asyncio.get_running_loop()
+        # When the loop has control, as it has nearly always when a person presses it.
+        hit = functools.partial(loop.call_soon, os.kill, os.getpid(), signal.SIGINT)
+        watched = Suspending(main(), {cancel}, hit)
+        await watched.run()
+
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        asyncio.run(run())
+    finally:
+        say(watched.seen, watched.sent)
+"""
+
+
+@pytest.fixture
+def programs(me2b_server: TestServer, me2b_chaos: Chaos, tmp_path: Path) -> Iterator[Programs]:
+    yield from programs_on(me2b_server, tmp_path / "sandboxes.db")
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_ctrl_c_at_every_suspension_leaves_nothing(
+    times: int, programs: Programs, stride: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program of its own, on `asyncio.run`: the first one cancels it, the next ones break the loop."""
+
+    def interrupted(cancel: Cancel | None) -> tuple[int, int]:
+        """Suspensions that it came to, and interrupts that it got. Nothing of it is left when it has ended."""
+        program = programs.start(PROGRAM.format(here=str(Path(__file__).parent), cancel=cancel), "async")
+        status, stderr = program.ended()
+        seen, sent = map(int, program.said())
+        assert status == (-signal.SIGINT if sent else 0), stderr
+        assert programs.server.live() == 0, f"{cancel} left something running"
+        return seen, sent
+
+    suspensions, _ = interrupted(None)
+    runs, number = 0, times % min(stride, 4)
+    while number < suspensions or stride == 1:
+        seen, sent = interrupted(Cancel(number, times))
+        if not sent and number >= suspensions:
+            break
+        suspensions, runs = max(suspensions, seen), runs + bool(sent)
+        number += min(stride, 4)
+    rows = read(programs.db)
+    made = {request.sandbox_id for request in programs.server.chaos.journal("create").requests if request.sandbox_id}
+    assert made <= {row.sandbox_id for row in rows}
+    assert [row for row in rows if row.state not in states.TERMINAL and row.sandbox_id is not None] == []
+    with capsys.disabled():
+        sys.stdout.write(f" [x{times}: {suspensions} suspensions, {runs} interrupted]")
+
+
+def test_a_program_that_leaves_a_coroutine_in_its_block_ends(programs: Programs) -> None:
+    """As after a Ctrl-C that broke the loop's own end: the interpreter drops the coroutine when it goes."""
+    program = programs.start(
+        """
+        async def main():
+            async with opened(watchdog=False) as lifecycle, lifecycle.acquire():
+                entered.set()
+                await asyncio.Event().wait()
+
+        entered = asyncio.Event()
+        coroutine = main()
+        task = loop.create_task(coroutine)
+        loop.run_until_complete(entered.wait())
+        loop.close()
+        """,
+        "async",
+    )
+    status, _ = program.ended()
+    assert status == 0
+    assert programs.server.live() == 0
+
+
+def read(db: Path) -> list[SandboxRecord]:
+    book = Ledger(open_engine(db))
+    try:
+        return book.records()
+    finally:
+        book.close()
