@@ -17,8 +17,9 @@ demo: venv  ## the main job: acquire sandboxes, run code in them, get the result
 test: venv  ## run the test suite (more arguments: make test ARGS="-k ledger")
 	@$(BIN)/pytest -n 2 $(ARGS)
 
-prove: venv  ## SIGKILL and Ctrl-C at every boundary, not at a sample of them (several minutes)
-	@$(BIN)/pytest --exhaustive tests/manager/test_crash.py tests/manager/test_interruptions.py $(ARGS)
+prove: venv  ## SIGKILL, Ctrl-C and cancellations at every point, not at a sample of them (many minutes)
+	@$(BIN)/pytest --exhaustive tests/manager/test_crash.py tests/manager/test_interruptions.py \
+		tests/manager/test_cancellation.py $(ARGS)
 
 check: venv  ## lint, format, types, import contracts, generated docs
 	@$(BIN)/ruff check
