@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import sys
 import threading
 from collections.abc import Callable, Coroutine
 from concurrent import futures
