@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 INTERVAL = 5.0
 """Seconds between two samples of a sandbox, as upstream has it; more when there are many."""
-SHARE = 0.05
+SHARE = 0.1
 """How much of its time the sampler may spend on taking samples, at most."""
 KEPT_SAMPLES = 720
 """For each sandbox: an hour's."""
