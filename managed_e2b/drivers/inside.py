@@ -22,8 +22,9 @@ from ..errors import (
     StreamBroken,
 )
 from .gone import combined
-from .heard import answer, heard
+from .heard import heard
 from .streams import Listener, Silent, follow, follow_in_thread
+from .unsent import sent
 
 NativeSandbox = e2b.Sandbox | e2b.AsyncSandbox
 
@@ -163,7 +164,7 @@ class Inside:
     async def _call_inside(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._begin()
         try:
-            return await answer(function(*args, **kwargs))
+            return await sent(function, *args, **kwargs)
         except Exception as error:
             raise self._of_sandbox(error, what) from error
 

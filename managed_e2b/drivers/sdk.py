@@ -34,9 +34,9 @@ from ..models import RemoteSandbox
 from ..rules import retry_after
 from ..settings import E2BConfig
 from . import forked
-from .heard import answer
 from .inside import NOT_RUNNING, Inside, NativeSandbox
 from .refusals import header_of
+from .unsent import sent
 
 SDK_VERSION = version("e2b")
 
@@ -101,8 +101,8 @@ class Sdk(Inside):
             options["allow_internet_access"] = allow_internet_access
         self._begin()
         try:
-            sandbox = await answer(
-                self._class.create(template, timeout=timeout, metadata=dict(metadata), envs=dict(envs), **options)
+            sandbox = await sent(
+                self._class.create, template, timeout=timeout, metadata=dict(metadata), envs=dict(envs), **options
             )
         except sdk_errors.TemplateException as error:  # the SDK has looked at the agent's version, and killed it
             raise TemplateOutdatedError(
@@ -171,7 +171,7 @@ class Sdk(Inside):
     async def _call_bare(self, what: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._begin()
         try:
-            return await answer(function(*args, **kwargs))
+            return await sent(function, *args, **kwargs)
         except Exception as error:
             raise self._mapped(error, what) from error
 

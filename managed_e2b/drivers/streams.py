@@ -16,7 +16,9 @@ from typing import Any
 import e2b
 
 from ..errors import BackendError
+from .base import run
 from .heard import heard
+from .unsent import sent
 
 SILENCE = 120.0
 """Seconds without a message after which a stream is taken for dead. Keepalives come every 50, at most every 90."""
@@ -86,7 +88,7 @@ async def follow(open_: Callable[..., Awaitable[Any]], listener: Listener, openi
     try:
         async with limit:
             with heard() as check:
-                handle = await open_(on_stdout=listener.stdout, on_stderr=listener.stderr)
+                handle = await sent(open_, on_stdout=listener.stdout, on_stderr=listener.stderr)
                 _keep_bytes(handle, "_wait")
                 handle._events = _watched(handle._events, beat)
                 check()
@@ -178,7 +180,7 @@ def _read(open_: Callable[[], Any], channel: _Channel) -> None:
     """The thread: reads one stream to its end, or until nobody listens any more."""
     handle: Any = None
     try:
-        handle = open_()
+        handle = run(sent(open_))
         _keep_bytes(handle)
         handle._events = _kept_alive(handle._events, channel)
         channel.put("start", handle.pid)
