@@ -25,7 +25,6 @@ def server(me2b_server: Any, me2b_chaos: Chaos) -> Any:
 
 BREAK = {
     "the shell is gone": "/usr/bin/rm /bin",
-    "nothing may be entered": "chmod 0 /",
     "no user is known": "rm /etc/passwd",
 }
 
