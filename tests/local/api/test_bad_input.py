@@ -181,9 +181,7 @@ async def test_unknown_paths_and_methods(world):
 
 
 async def test_what_is_not_built_says_so(world):
-    sandbox = await world.create()
     for method, path in [
-        ("PUT", f"/sandboxes/{sandbox['sandboxID']}/network"),
         ("POST", "/v3/templates"),
         ("POST", "/templates/tags"),
         ("GET", "/volumes"),
