@@ -52,6 +52,18 @@ def serve(
     internet: Annotated[
         bool, typer.Option("--internet/--no-internet", help="Whether sandboxes may reach anything outside at all.")
     ] = True,
+    registry_mirror: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--registry-mirror",
+            metavar="REGISTRY=URL",
+            help="Pull a registry's images from another: docker.io=http://127.0.0.1:5000. May be given again.",
+        ),
+    ] = None,
+    cache_size: Annotated[
+        float | None,
+        typer.Option("--cache-size", min=0, metavar="GB", help="What builds keep for later ones, at most (20)."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the local E2B-compatible server until Ctrl-C or SIGTERM; its sandboxes end with it.
@@ -80,6 +92,8 @@ def serve(
             chaos=script,
             tls_domain=(domain or DEFAULT_DOMAIN) if tls else None,
             internet=internet,
+            registry_mirrors=_mirrors(registry_mirror or []),
+            cache_bytes=None if cache_size is None else int(cache_size * 10**9),
             announce=_print_ready if as_json else _tell_ready,
         )
     except ValueError as error:
@@ -88,6 +102,15 @@ def serve(
         if error.errno == errno.EADDRINUSE:
             fail(f"port {port} is taken: choose another with --port, or --port 0 for a free one")
         fail(f"the server cannot run: {error}")
+
+
+def _mirrors(given: list[str]) -> dict[str, str]:
+    from managed_e2b.local.builds.reference import parse_mirror
+
+    try:
+        return dict(parse_mirror(text) for text in given)
+    except ValueError as error:
+        fail(f"--registry-mirror: {error}")
 
 
 def _script(given: str, seed: int | None) -> Script:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from managed_e2b.local.envd.context import EnvdContext
@@ -10,6 +11,7 @@ from managed_e2b.local.logbook import Logbook
 from managed_e2b.local.model import EnvdApp, EnvdFactory, Sandbox, SandboxSpec
 from managed_e2b.local.network.ways import Ways
 from managed_e2b.local.runtime.base import Guest, GuestSpec, ImageUnavailable, Runtime, RuntimeUnavailable
+from managed_e2b.local.starting import StartFailed, start_template
 from managed_e2b.local.tasks import Tasks
 
 
@@ -50,6 +52,20 @@ class Boots:
             await guest.kill()
             raise
         return guest
+
+    async def bring_up(self, guest: Guest, spec: SandboxSpec) -> asyncio.Task[None] | None:
+        """Run what its template starts, until it is ready. The start command, if there is one, that goes on running.
+
+        Raises ApiError(500) when it does not get ready.
+        """
+        settings, env = spec.settings, {**spec.settings.env, **spec.env_vars}
+        if not settings.start_cmd and not settings.ready_cmd:
+            return None
+        try:
+            return await start_template(guest, settings, env)
+        except StartFailed as error:
+            text = f"a sandbox of template '{spec.template_id}' did not get ready: {error}"
+            raise ApiError(500, text, headers={"Should-Retry": "false"}) from error
 
     def envd(self, spec: SandboxSpec, guest: Guest, access_token: str | None, logbook: Logbook) -> EnvdApp:
         """envd of a guest."""

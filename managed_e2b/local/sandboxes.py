@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from managed_e2b.local import history
+from managed_e2b.local import history, starting
 from managed_e2b.local.boots import Boots
 from managed_e2b.local.clock import Clock, SystemClock
 from managed_e2b.local.copies import Copies
@@ -107,6 +107,14 @@ class SandboxRegistry:
 
     # --- create
 
+    async def workshop(self, image: str) -> Guest:
+        """A guest for a build, of no sandbox: the caller kills it. It reaches what sandboxes reach.
+
+        Raises ApiError: 404 for an unknown image, 503 when the runtime can make none.
+        """
+        spec = SandboxSpec(template_id=image, alias=None, timeout=0, image=image)
+        return await self._boots.guest("b" + new_sandbox_id()[1:], spec)
+
     async def create(self, spec: SandboxSpec) -> Sandbox:
         """A new sandbox, running. Raises ApiError: 404 for a template the runtime lacks, 503 when it can make none."""
         if self._closing:
@@ -121,9 +129,11 @@ class SandboxRegistry:
             sandbox_id = new_sandbox_id()
             guest = await self._boot(sandbox_id, spec)
             try:
+                started = await self._boots.bring_up(guest, spec)
                 if self._closing:
                     raise _shutting_down()
                 sandbox = self._admit(sandbox_id, spec, guest)
+                starting.tell_end(started, sandbox.logbook)
             except BaseException:
                 await guest.kill()
                 raise

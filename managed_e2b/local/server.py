@@ -8,7 +8,7 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ import uvicorn
 
 from managed_e2b.local import keys
 from managed_e2b.local.api.app import control_plane
+from managed_e2b.local.builds.service import Builds
 from managed_e2b.local.builtin import add_builtin
 from managed_e2b.local.clock import Clock, SystemClock
 from managed_e2b.local.connections import BoundedProtocol, backlog
@@ -47,7 +48,9 @@ class LocalServer:
     live (None: the runtime's choice). `runtime` None: bubblewrap. `chaos`: the faults that are in force from the start;
     None: none ever, and nobody can ask for any. `tls_domain`: the sandboxes' domain, for which the server then answers
     https to whoever uses it as HTTPS proxy; None: plain HTTP only. `internet` False: no sandbox reaches anything
-    outside, whatever it is made with. Nothing is done before `start`.
+    outside, whatever it is made with. `registry_mirrors`: container registry → URL of what to pull from in its place.
+    `cache_bytes`: of what builds of templates keep for later ones (None: the runtime's choice). Nothing is done before
+    `start`.
     """
 
     def __init__(
@@ -62,7 +65,10 @@ class LocalServer:
         chaos: Script | None = None,
         tls_domain: str | None = None,
         internet: bool = True,
+        registry_mirrors: Mapping[str, str] | None = None,
+        cache_bytes: int | None = None,
     ) -> None:
+        self._cache_bytes = cache_bytes
         self._port = port
         self._data_dir = data_dir
         self._runtime = runtime
@@ -74,6 +80,8 @@ class LocalServer:
         self._http: _Http | None = None
         self._serving: asyncio.Task[None] | None = None
         self._registry: SandboxRegistry | None = None
+        self._mirrors = dict(registry_mirrors or {})
+        self._builds: Builds | None = None
         self._chaos: ChaosLayer | None = None
         self.api_key = api_key or keys.new_api_key()
         self.url = ""
@@ -99,7 +107,7 @@ class LocalServer:
                 from managed_e2b.local import tls
 
                 self.tls = await asyncio.to_thread(tls.prepare, keys.tls_directory(), self._tls_domain)
-            self._runtime = self._runtime or _default_runtime(self._data_dir)
+            self._runtime = self._runtime or _default_runtime(self._data_dir, self._cache_bytes)
             await asyncio.gather(self._runtime.start(), asyncio.to_thread(self._load))
         except BaseException:
             listener.close()
@@ -128,9 +136,11 @@ class LocalServer:
         now = self._clock.read().wall
         templates = TemplateCatalog(now)
         add_builtin(templates, runtime, now)
+        self._builds = Builds(runtime, self.registry.workshop, templates, self._clock, self._mirrors)
         api = control_plane(
             self.registry,
             templates,
+            self._builds,
             self._clock,
             api_key=self.api_key,
             domain=f"localhost:{port}" if self.tls is None else self.tls.domain,
@@ -163,6 +173,8 @@ class LocalServer:
         try:
             if self._chaos is not None:
                 await self._chaos.close()
+            if self._builds is not None:
+                await self._builds.close()
             if self._registry is not None:
                 await self._registry.close()
         finally:
@@ -244,10 +256,11 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-def _default_runtime(data_dir: Path | None) -> Runtime:
+def _default_runtime(data_dir: Path | None, cache_bytes: int | None) -> Runtime:
     from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 
-    return BubblewrapRuntime(data_dir=data_dir)
+    more = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
+    return BubblewrapRuntime(data_dir, **more)
 
 
 def _default_envd() -> EnvdFactory:
@@ -263,6 +276,8 @@ def run_server(
     chaos: Script | None = None,
     tls_domain: str | None = None,
     internet: bool = True,
+    registry_mirrors: Mapping[str, str] | None = None,
+    cache_bytes: int | None = None,
     announce: Callable[[LocalServer], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then kill all sandboxes and return: `me2b serve`.
@@ -272,7 +287,16 @@ def run_server(
     the port and the authority's files, or for the state file when nothing else tells the key.
     """
     key = keys.choose_api_key(os.environ)
-    server = LocalServer(port, key, data_dir, chaos=chaos, tls_domain=tls_domain, internet=internet)
+    server = LocalServer(
+        port,
+        key,
+        data_dir,
+        chaos=chaos,
+        tls_domain=tls_domain,
+        internet=internet,
+        registry_mirrors=registry_mirrors,
+        cache_bytes=cache_bytes,
+    )
     asyncio.run(_run(server, announce))
 
 

@@ -58,7 +58,10 @@ NO_SETTINGS = Settings()
 
 @dataclass(frozen=True)
 class Build:
-    """One state of a template. `image` is the runtime's name of its files, and belongs to this build alone."""
+    """One state of a template. `image` is the runtime's name of its files, and belongs to this build alone.
+
+    `key` tells what it was made of, for the cache of builds.
+    """
 
     build_id: str
     image: str
@@ -66,6 +69,7 @@ class Build:
     settings: Settings = NO_SETTINGS
     cpu_count: int = CPU_COUNT
     memory_mb: int = MEMORY_MB
+    key: str | None = None
 
 
 @dataclass(eq=False)
@@ -85,6 +89,8 @@ class Template:
     updated_at: datetime | None = None
     spawned: int = 0
     last_spawned_at: datetime | None = None
+    latest: tuple[str, str] | None = None
+    """The build that was asked for last, and its status; None: a snapshot, which has no builds of that kind."""
 
     @property
     def alias(self) -> str | None:

@@ -20,6 +20,9 @@ from managed_e2b.local.api.others import OtherApi
 from managed_e2b.local.api.sandboxes import SandboxApi
 from managed_e2b.local.api.snapshots import SnapshotApi
 from managed_e2b.local.api.telemetry import TelemetryApi
+from managed_e2b.local.api.templates import TemplateApi
+from managed_e2b.local.builds.service import Builds
+from managed_e2b.local.builds.uploads import PREFIX as UPLOADS
 from managed_e2b.local.clock import Clock
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.sandboxes import SandboxRegistry
@@ -37,6 +40,7 @@ class Extension(Protocol):
 def control_plane(
     registry: SandboxRegistry,
     templates: TemplateCatalog,
+    builds: Builds,
     clock: Clock,
     *,
     api_key: str,
@@ -44,13 +48,15 @@ def control_plane(
     extension: Extension | None = None,
 ) -> ASGIApp:
     """The application. `domain`: see SandboxApi."""
+    snapshots = Snapshots(registry, templates, clock)
     app = Starlette(
         routes=[
             *TelemetryApi(registry).routes(),
             *SandboxApi(registry, templates, clock, domain).routes(),
             *NetworkApi(registry).routes(),
-            *OtherApi(registry, templates, clock, api_key).routes(),
-            *SnapshotApi(registry, templates, Snapshots(registry, templates, clock), domain).routes(),
+            *SnapshotApi(registry, templates, snapshots, domain).routes(),
+            *TemplateApi(builds, templates, snapshots, clock).routes(),
+            *OtherApi(registry, api_key).routes(),
             *(extension.routes() if extension is not None else ()),
         ],
         exception_handlers={ApiError: _api_error, HTTPException: _http_error, Exception: _internal_error},
@@ -60,14 +66,19 @@ def control_plane(
 
 
 class ApiKeyCheck:
-    """Lets in who has the key: `X-API-KEY`, or `Authorization: Bearer`, as the CLI sends it. `/health` is open."""
+    """Lets in who has the key: `X-API-KEY`, or `Authorization: Bearer`, as the CLI sends it.
+
+    `/health` is open, and so are the addresses of uploads, which are signed.
+    """
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
         self._app = app
         self._api_key = api_key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] != "/health" and not self._allowed(Headers(scope=scope)):
+        path = scope["path"]
+        opened = path == "/health" or (path.startswith(UPLOADS) and scope["method"] == "PUT")
+        if not opened and not self._allowed(Headers(scope=scope)):
             error = ApiError(401, "Invalid API key: send the server's key as X-API-KEY (`me2b env` prints it)")
             await error_response(error)(scope, receive, send)
         else:

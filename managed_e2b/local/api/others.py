@@ -8,27 +8,17 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from managed_e2b.local.api import views
-from managed_e2b.local.clock import Clock
 from managed_e2b.local.counters import prometheus_text
-from managed_e2b.local.errors import ApiError, not_built
+from managed_e2b.local.errors import not_built
 from managed_e2b.local.sandboxes import SandboxRegistry
-from managed_e2b.local.templates import TemplateCatalog, split_reference
 
 TEAM_ID = "00000000-0000-4000-8000-000000000001"
 
 NOT_BUILT: tuple[tuple[str, str, list[str]], ...] = (
-    ("/v3/templates", "Building templates", ["POST"]),
-    ("/v2/templates/{id}", "Changing templates", ["PATCH"]),
-    ("/v2/templates/{id}/builds/{build}", "Building templates", ["POST"]),
-    ("/templates", "Building templates", ["POST"]),
-    ("/templates/tags", "Tagging templates", ["POST", "DELETE"]),
-    ("/templates/{id}", "Changing templates", ["POST", "PATCH"]),
-    ("/templates/{id}/tags", "Tagging templates", ["GET"]),
-    ("/templates/{id}/files/{hash}", "Building templates", ["GET"]),
-    ("/templates/{id}/builds/{build}", "Building templates", ["POST"]),
-    ("/templates/{id}/builds/{build}/status", "Building templates", ["GET"]),
-    ("/templates/{id}/builds/{build}/logs", "Building templates", ["GET"]),
+    # the first build system, whose images came by `docker push`; the SDKs and the CLI have left it
+    ("/templates", "Building a template from a pushed image", ["POST"]),
+    ("/templates/{id}", "Building a template from a pushed image", ["POST"]),
+    ("/templates/{id}/builds/{build}", "Building a template from a pushed image", ["POST"]),
     ("/volumes", "Volumes", ["GET", "POST"]),
     ("/volumes/{id}", "Volumes", ["GET", "DELETE"]),
     ("/secrets", "Secrets", ["GET", "POST"]),
@@ -37,9 +27,8 @@ NOT_BUILT: tuple[tuple[str, str, list[str]], ...] = (
 
 
 class OtherApi:
-    def __init__(self, registry: SandboxRegistry, templates: TemplateCatalog, clock: Clock, api_key: str) -> None:
+    def __init__(self, registry: SandboxRegistry, api_key: str) -> None:
         self._registry = registry
-        self._templates = templates
         self._api_key = api_key
 
     def routes(self) -> list[Route]:
@@ -48,9 +37,6 @@ class OtherApi:
             Route("/me2b/stats", self.stats, methods=["GET"]),
             Route("/me2b/metrics", self.metrics, methods=["GET"]),
             Route("/teams", self.teams, methods=["GET"]),
-            Route("/templates", self.templates, methods=["GET"]),
-            Route("/v2/templates", self.templates, methods=["GET"]),
-            Route("/templates/aliases/{alias:path}", self.template_alias, methods=["GET"]),
             *(Route(path, _not_built(what), methods=methods) for path, what, methods in NOT_BUILT),
         ]
 
@@ -67,17 +53,6 @@ class OtherApi:
     async def teams(self, request: Request) -> Response:
         """One team. Its key is the one the caller just proved to have."""
         return JSONResponse([{"teamID": TEAM_ID, "name": "local", "apiKey": self._api_key, "isDefault": True}])
-
-    async def templates(self, request: Request) -> Response:
-        items = [item for item in self._templates if item.kind == "template"]
-        return JSONResponse([views.template(item) for item in items])
-
-    async def template_alias(self, request: Request) -> Response:
-        name, _ = split_reference(request.path_params["alias"])
-        template = self._templates.find(name)
-        if template is None:
-            raise ApiError(404, f"template '{name}' not found")
-        return JSONResponse({"templateID": template.template_id, "public": template.public})
 
 
 def _not_built(what: str) -> Callable[[Request], Awaitable[Response]]:

@@ -16,7 +16,7 @@ MAX_BODY = 1024 * 1024
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(strict=True, alias_generator=to_camel, hide_input_in_errors=True)
 
     @model_validator(mode="before")
@@ -25,11 +25,11 @@ class _Body(BaseModel):
         return {key: value for key, value in data.items() if value is not None} if isinstance(data, dict) else data
 
 
-class AutoResume(_Body):
+class AutoResume(Body):
     enabled: bool
 
 
-class Outgoing(_Body):
+class Outgoing(Body):
     """What a sandbox may reach."""
 
     allow_out: list[str] | None = None
@@ -51,7 +51,7 @@ class Network(Outgoing):
     https_ports: list[Annotated[int, Field(ge=1, le=65535)]] | None = None
 
 
-class NewSandbox(_Body):
+class NewSandbox(Body):
     """Create. v1 has `secure` and another default timeout; the rest is v2."""
 
     template_id: Annotated[str, Field(alias="templateID", max_length=512)]
@@ -69,56 +69,59 @@ class NewSandbox(_Body):
     volume_mounts: list[dict[str, Any]] | None = None
 
 
-class ConnectSandbox(_Body):
+class ConnectSandbox(Body):
     timeout: Int32 | None = None
     memory: bool = True
 
 
-class ConnectSandboxV1(_Body):
+class ConnectSandboxV1(Body):
     timeout: Int32
     memory: bool = True
 
 
-class PauseSandbox(_Body):
+class PauseSandbox(Body):
     memory: bool = True
     require_healthy_guest: bool = False
 
 
-class ResumeSandbox(_Body):
+class ResumeSandbox(Body):
     timeout: Int32 | None = None
     auto_pause: bool | None = None
     memory: bool = True
 
 
-class ForkSandbox(_Body):
+class ForkSandbox(Body):
     timeout: Int32 | None = None
     count: Int32 = 1
 
 
-class NewSnapshot(_Body):
+class NewSnapshot(Body):
     name: Annotated[str, Field(max_length=512)] | None = None
     memory: bool = True
 
 
-class SetTimeout(_Body):
+class SetTimeout(Body):
     timeout: Int32
 
 
-class Refresh(_Body):
+class Refresh(Body):
     duration: Annotated[int, Field(ge=0, le=3600)] | None = None
 
 
 M = TypeVar("M", bound=BaseModel)
 
 
-async def read_body(request: Request, model: type[M]) -> M:
-    """The request's body as `model`; an empty one counts as `{}`. Raises ApiError: 400, or 413 for one too large."""
+async def read_body(request: Request, model: type[M], *, most: int = MAX_BODY) -> M:
+    """The request's body as `model`; an empty one counts as `{}`.
+
+    Raises ApiError: 400, or 413 for one of more than `most` bytes.
+    """
     raw = bytearray()
     try:
         async for chunk in request.stream():
             raw += chunk
-            if len(raw) > MAX_BODY:
-                raise ApiError(413, f"Request body is larger than {MAX_BODY} bytes", headers={"Connection": "close"})
+            if len(raw) > most:
+                raise ApiError(413, f"Request body is larger than {most} bytes", headers={"Connection": "close"})
     except ClientDisconnect as error:
         raise bad_request("The request broke off") from error
     try:

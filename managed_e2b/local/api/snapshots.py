@@ -35,8 +35,6 @@ class SnapshotApi:
             Route("/sandboxes/{id}/fork", self.fork, methods=["POST"]),
             Route("/sandboxes/{id}/snapshots", self.create, methods=["POST"]),
             Route("/snapshots", self.list, methods=["GET"]),
-            # a name may be in a namespace: `team/name`
-            Route("/templates/{id:path}", self.delete, methods=["DELETE"]),
         ]
 
     async def fork(self, request: Request) -> Response:
@@ -72,10 +70,6 @@ class SnapshotApi:
         page = select(self._templates, query)
         headers: dict[str, Any] = {} if page.next_token is None else {"X-Next-Token": page.next_token}
         return JSONResponse([views.snapshot(item) for item in page.items], headers=headers)
-
-    async def delete(self, request: Request) -> Response:
-        await self._snapshots.delete(request.path_params["id"])
-        return Response(status_code=204)
 
 
 def _name_filter(raw: str | None) -> tuple[str | None, str | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from managed_e2b.local.builds.model import Entry
 from managed_e2b.local.clock import rfc3339
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.history import Sample
@@ -102,7 +103,7 @@ def template(item: Template) -> dict[str, Any]:
     build = builds[0] if builds else None
     return {
         "templateID": item.template_id,
-        "buildID": build.build_id if build else NO_BUILD,
+        "buildID": item.latest[0] if item.latest else build.build_id if build else NO_BUILD,
         "cpuCount": build.cpu_count if build else CPU_COUNT,
         "memoryMB": build.memory_mb if build else MEMORY_MB,
         "diskSizeMB": DISK_MB,
@@ -116,5 +117,32 @@ def template(item: Template) -> dict[str, Any]:
         "spawnCount": item.spawned,
         "buildCount": len(builds),
         "envdVersion": ENVD_VERSION,
-        "buildStatus": "ready" if build else "waiting",
+        "buildStatus": item.latest[1] if item.latest else "ready" if build else "waiting",
     }
+
+
+def template_with_builds(item: Template) -> dict[str, Any]:
+    """The answer to a question for one template."""
+    view = template(item)
+    shared = ("templateID", "public", "aliases", "names", "createdAt", "updatedAt", "lastSpawnedAt", "spawnCount")
+    builds = [
+        {
+            "buildID": build.build_id,
+            "status": "ready",
+            "createdAt": rfc3339(build.created_at),
+            "updatedAt": rfc3339(build.created_at),
+            "finishedAt": rfc3339(build.created_at),
+            "cpuCount": build.cpu_count,
+            "memoryMB": build.memory_mb,
+            "diskSizeMB": DISK_MB,
+            "envdVersion": ENVD_VERSION,
+        }
+        for build in item.builds.values()
+    ]
+    return {**{name: view[name] for name in shared}, "builds": builds}
+
+
+def build_log(entry: Entry) -> dict[str, Any]:
+    """One line of a build's log."""
+    view: dict[str, Any] = {"timestamp": rfc3339(entry.at), "level": entry.level, "message": entry.message}
+    return view if entry.step is None else {**view, "step": entry.step}

@@ -47,8 +47,9 @@ def run(pidfd: int, connection: socket.socket, report: socket.socket, parent: in
 
 def _prepare_sandbox() -> None:
     with children.step("mount"):
-        # bubblewrap mounts everything nosuid; the sudo stand-in lies below /usr.
-        linux.mount("none", "/usr", None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_NODEV)
+        # bubblewrap mounts everything nosuid; the sudo stand-in lies below /usr, which is a mount or the root's own.
+        usr = "/usr" if os.path.ismount("/usr") else "/"
+        linux.mount("none", usr, None, linux.MS_REMOUNT | linux.MS_BIND | linux.MS_NODEV)
         # And it gives this tmpfs half of the host's memory, in files that nothing frees before the sandbox's end.
         linux.mount("none", "/dev", None, linux.MS_REMOUNT | linux.MS_NOSUID | linux.MS_NODEV, _DEV_SIZE)
     with children.step("forbid nested user namespaces"):

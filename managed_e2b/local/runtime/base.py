@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from managed_e2b.local.runtime.library import Library
+
 
 class RuntimeUnavailable(Exception):
     """This host cannot run sandboxes. The message says what is missing and how to get it, in one line."""
@@ -206,6 +208,11 @@ class Recipe(Protocol):
 
 
 class Runtime(Protocol):
+    @property
+    def library(self) -> Library:
+        """What builds need. Once started."""
+        ...
+
     async def start(self) -> None:
         """Make ready; remove what an earlier server left. Raises RuntimeUnavailable."""
         ...

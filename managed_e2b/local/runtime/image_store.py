@@ -30,6 +30,18 @@ class ImageStore:
         """Name what exists. Raises ValueError when the name is taken."""
         self._images.add(name, image)
 
+    def get(self, name: str) -> Image:
+        """Raises KeyError."""
+        return self._images.get(name)
+
+    def new_layer(self) -> str:
+        """Where one more layer is to be made: a directory below the server's, not made yet."""
+        return self._images.new_layer()
+
+    @property
+    def in_use(self) -> frozenset[str]:
+        return self._images.in_use
+
     def hold(self, name: str) -> Image:
         """Somebody is being made of it, until `release`. Raises KeyError."""
         image = self._images.get(name)
@@ -38,7 +50,7 @@ class ImageStore:
 
     def release(self, image: Image) -> None:
         """Who was made of it is gone."""
-        self._discard(self._images.drop(image))
+        self.discard(self._images.drop(image))
 
     async def commit(self, below: Image, name: str, changes: Sequence[str]) -> None:
         """`Guest.commit`, while the processes of the sandbox, made of `below`, stand still."""
@@ -53,7 +65,7 @@ class ImageStore:
             await self._spawner().call("keep", directories=list(changes), layer=f"{self._view()}/{layer}")
             self._images.add(name, below.on_top(layer))
         except BaseException:
-            self._discard([layer])
+            self.discard([layer])
             raise
 
     async def remove(self, name: str) -> None:
@@ -64,7 +76,8 @@ class ImageStore:
         """Wait until nothing is being removed."""
         await asyncio.gather(*self._removals)
 
-    def _discard(self, layers: Sequence[str]) -> None:
+    def discard(self, layers: Sequence[str]) -> None:
+        """Remove layers that no image has."""
         if layers:
             task = asyncio.create_task(self._remove_layers(layers))
             self._removals.add(task)

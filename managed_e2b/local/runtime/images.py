@@ -32,9 +32,13 @@ class Image:
         return Image((f"{layer}/root", *self.root), usr)
 
     @property
+    def ordered(self) -> list[str]:
+        """The directories in `LAYERS` that it needs, topmost first. What `base` is made of is not counted: it stays."""
+        return [path.rpartition("/")[0] for path in self.root if path.startswith(f"{LAYERS}/")]
+
+    @property
     def layers(self) -> frozenset[str]:
-        """The directories in `LAYERS` that it needs. What `base` is made of is not counted: it stays."""
-        return frozenset(path.rpartition("/")[0] for path in self.root if path.startswith(f"{LAYERS}/"))
+        return frozenset(self.ordered)
 
 
 LAYERS = "layers"
@@ -55,6 +59,11 @@ class Images:
     def get(self, name: str) -> Image:
         """Raises KeyError."""
         return self._images[name]
+
+    @property
+    def in_use(self) -> frozenset[str]:
+        """The layers that somebody needs."""
+        return frozenset(self._uses)
 
     def new_layer(self) -> str:
         """A directory for one more layer. Short, as all names of an overlay must fit into one page."""

@@ -149,6 +149,11 @@ def limit_capabilities() -> None:
             return  # EINVAL: past the last capability of this kernel
 
 
+def sync_filesystem(fd: int) -> None:
+    """Have all that is written to the filesystem of a file on its disk."""
+    _check(_libc.syncfs(fd), "syncfs")
+
+
 def open_pty(cols: int, rows: int) -> tuple[int, str]:
     """A new terminal of the devpts that is mounted here: its master (close-on-exec), and the path of its slave."""
     master = os.open("/dev/pts/ptmx", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC)

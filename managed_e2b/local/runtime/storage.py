@@ -79,6 +79,12 @@ class Home:
                 if old.name != name:
                     old.rename(self.path / f"old-{old.name}")
 
+    @contextmanager
+    def only_one(self) -> Iterator[bool]:
+        """While it lasts no server starts or ends here. Yields whether there is no other one."""
+        with _alone(self.top):
+            yield not any(file.stem != self.name for file in self.top.glob("*.lock"))
+
     def release(self) -> None:
         """Remove the (emptied) directory and the lock."""
         with _alone(self.top):

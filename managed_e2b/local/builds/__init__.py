@@ -1,0 +1,1 @@
+"""Builds of templates: images from registries, steps run in sandboxes, their cache."""
