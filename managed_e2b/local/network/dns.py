@@ -16,7 +16,7 @@ from managed_e2b.local.network.relay import reachable
 
 log = logging.getLogger(__name__)
 
-MOST_QUERIES = 128
+MOST_QUERIES = 32
 """At once, of one sandbox. One more is dropped: its resolver asks again."""
 PATIENCE = 4.0
 """Seconds that a server gets to answer before the next one is asked."""

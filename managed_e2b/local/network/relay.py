@@ -45,16 +45,21 @@ class Destination:
 
 
 class TcpRelay:
-    """`listener`: of the sandbox's way out. `policy` is asked for each connection."""
+    """`listener`: of the sandbox's way out. `policy` is asked for each connection, and so is `room`: for one more."""
 
-    def __init__(self, listener: socket.socket, policy: Callable[[], Policy]) -> None:
+    def __init__(self, listener: socket.socket, policy: Callable[[], Policy], room: Callable[[], bool]) -> None:
         self._listener = listener
         self._policy = policy
+        self._room = room
         self._server: asyncio.Server | None = None
         self._open: dict[asyncio.Task[None], Destination | None] = {}
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._accept, sock=self._listener, limit=CHUNK)
+
+    def __len__(self) -> int:
+        """How many connections it has."""
+        return len(self._open)
 
     def reconsider(self) -> None:
         """End the connections that the policy, as it is now, does not permit."""
@@ -73,7 +78,7 @@ class TcpRelay:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= MOST_CONNECTIONS:
+        if len(self._open) >= MOST_CONNECTIONS or not self._room():
             _reset(writer)
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from collections.abc import Callable
 
+from managed_e2b.local.connections import most_connections
 from managed_e2b.local.errors import not_built
 from managed_e2b.local.network.dns import DnsRelay
 from managed_e2b.local.network.policy import Policy
@@ -39,7 +41,7 @@ class Ways:
                 self._closed = f"this host gives sandboxes no way out ({error.message})"
                 log.warning("sandboxes reach nothing outside: %s", error.message)
             else:
-                way = _Way(socket.socket(fileno=stream), socket.socket(fileno=datagrams), policy)
+                way = _Way(socket.socket(fileno=stream), socket.socket(fileno=datagrams), policy, self._room)
                 await way.start()
                 self._ways[guest.sandbox_id] = way
                 self._tasks.start(self._close_after(guest, way))
@@ -57,6 +59,10 @@ class Ways:
         if way is not None:
             way.change(policy)
 
+    def _room(self) -> bool:
+        """Whether there are descriptors for one more connection: all sandboxes together get a quarter of them."""
+        return 4 * sum(map(len, self._ways.values())) < most_connections()
+
     async def _close_after(self, guest: Guest, way: _Way) -> None:
         try:
             await guest.dead.wait()
@@ -67,10 +73,16 @@ class Ways:
 
 
 class _Way:
-    def __init__(self, stream: socket.socket, datagrams: socket.socket, policy: Policy) -> None:
+    def __init__(
+        self, stream: socket.socket, datagrams: socket.socket, policy: Policy, room: Callable[[], bool]
+    ) -> None:
         self._policy = policy
-        self._tcp = TcpRelay(stream, lambda: self._policy)
+        self._tcp = TcpRelay(stream, lambda: self._policy, room)
         self._dns = DnsRelay(datagrams, lambda: self._policy)
+
+    def __len__(self) -> int:
+        """How many connections it carries."""
+        return len(self._tcp)
 
     async def start(self) -> None:
         await self._tcp.start()

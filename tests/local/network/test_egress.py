@@ -12,7 +12,7 @@ from typing import Any, cast
 import httpx
 import pytest
 
-from managed_e2b.local.network import outside
+from managed_e2b.local.network import outside, relay
 from managed_e2b.local.runtime.base import RuntimeUnavailable
 from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 from managed_e2b.local.runtime.guest import BubblewrapGuest
@@ -305,3 +305,33 @@ def test_a_server_that_lets_nothing_out():
             assert "Internet access (network.allowOut): the server was started without it" in refusal
 
     in_the_world(test, internet=False)
+
+
+GREEDY = """
+import socket, sys
+def cut(connection):
+    connection.settimeout(1)
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
+    except TimeoutError:
+        return False
+held = [socket.create_connection((sys.argv[1], 80)) for _ in range(9)]
+print(sum(map(cut, held)), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_sandbox_that_connects_without_end_leaves_room(monkeypatch):
+    monkeypatch.setattr(relay, "MOST_CONNECTIONS", 3)
+
+    async def test(boxes: Boxes) -> None:
+        greedy, other = await boxes.make(), await boxes.make()
+        command = await greedy.box.start(f"exec python3 -c '{GREEDY}' {SITE}", stdin=True)
+        assert await first_output(command) == b"6\n"
+        assert await greedy.get(f"http://{SITE}/") == REFUSED
+        assert await other.get(f"http://{SITE}/") == SITE
+        command.close()
+
+    in_the_world(test)
