@@ -199,7 +199,9 @@ def test_ctrl_c_at_every_suspension_leaves_nothing(
         program = programs.start(PROGRAM.format(here=str(Path(__file__).parent), cancel=cancel), "async")
         status, stderr = program.ended()
         seen, sent = map(int, program.said())
-        assert status == (-signal.SIGINT if sent else 0), stderr
+        # 1: an extension module that runs Python code at the exit makes the interpreter forget what ended the program.
+        assert status in ((-signal.SIGINT, 1) if sent else (0,)), stderr
+        assert ("KeyboardInterrupt" in stderr) is bool(sent)
         assert programs.server.live() == 0, f"{cancel} left something running"
         return seen, sent
 
