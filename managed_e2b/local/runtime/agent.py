@@ -15,6 +15,7 @@ import socket
 from typing import Any
 
 from managed_e2b.local.runtime import agent_ops, channel, children, linux
+from managed_e2b.local.runtime.confine import Confinement
 
 # User namespaces inside a sandbox would give every process there all capabilities over a mount namespace of its own.
 _NO_NESTED_USER_NAMESPACES = "/proc/sys/user/max_user_namespaces"
@@ -28,11 +29,13 @@ _SHARES = {
 _SHARE = 4  # a quarter
 
 
-def run(pidfd: int, connection: socket.socket, report: socket.socket, parent: int) -> None:
+def run(pidfd: int, connection: socket.socket, report: socket.socket, parent: int, confinement: Confinement) -> None:
     """Enter the sandbox, finish what its first process has no right to do, report, and serve until its end."""
     children.keep_only([pidfd, connection.fileno(), report.fileno()])
     children.detach_signals()
     os.setsid()
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # what it writes beyond the limit fails
+    confinement.limit_file_size()
     children.enter(pidfd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
     os.umask(0o022)
     os.close(pidfd)

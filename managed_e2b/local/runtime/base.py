@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from managed_e2b.local.runtime.library import Library
+from managed_e2b.local.runtime.limits import NO_LIMITS, Enforced, Limits
 
 
 class RuntimeUnavailable(Exception):
@@ -79,6 +79,7 @@ class GuestSpec:
     """What a sandbox is made of and with. `image`: the name of its files, see `Guest.commit`."""
 
     image: str = "base"
+    limits: Limits = NO_LIMITS
 
 
 PLAIN = GuestSpec()
@@ -172,7 +173,7 @@ class Guest(Protocol):
         ...
 
     async def freeze(self) -> None:
-        """Stop every process of the sandbox; memory is kept."""
+        """Stop every process of the sandbox; memory is kept. A command that is asked for meanwhile may wait."""
         ...
 
     async def thaw(self) -> None: ...
@@ -209,8 +210,8 @@ class Recipe(Protocol):
 
 class Runtime(Protocol):
     @property
-    def library(self) -> Library:
-        """What builds need. Once started."""
+    def enforced(self) -> Enforced:
+        """Which limits of a sandbox this host keeps. Once started."""
         ...
 
     async def start(self) -> None:

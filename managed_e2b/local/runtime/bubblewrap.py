@@ -25,10 +25,9 @@ from managed_e2b.local.runtime.guest import BubblewrapGuest
 from managed_e2b.local.runtime.idmap import IdMap
 from managed_e2b.local.runtime.image_store import ImageStore
 from managed_e2b.local.runtime.images import BASE, Image
+from managed_e2b.local.runtime.limits import Enforced
 from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
 from managed_e2b.local.runtime.recipes import Recipes
-from managed_e2b.local.runtime.shelf import Shelf
-from managed_e2b.local.runtime.shelf_library import MOST_BYTES, ShelfLibrary
 from managed_e2b.local.runtime.spawners import Spawners
 
 _log = logging.getLogger(__name__)
@@ -40,16 +39,14 @@ class BubblewrapRuntime:
     """`base.Runtime`. One object a server process and event loop.
 
     `data_dir`: where sandboxes keep their files; None chooses /var/lib/me2b for root and ~/.cache/me2b/local for
-    others, and memory (/dev/shm) where neither can hold an overlay. `cache_bytes`: of what builds keep there for later.
+    others, and memory (/dev/shm) where neither can hold an overlay.
     """
 
-    def __init__(self, data_dir: str | os.PathLike[str] | None = None, *, cache_bytes: int = MOST_BYTES) -> None:
-        self._cache_bytes = cache_bytes
+    def __init__(self, data_dir: str | os.PathLike[str] | None = None) -> None:
         self._ground = Ground(data_dir)
         self._spawners = Spawners(self._ground.show, self._on_spawner_death)
         self._images = ImageStore(lambda: self.spawner_link, lambda: self._ground.view)
         self._recipes = Recipes(self._ground, self._images)
-        self._library: ShelfLibrary | None = None
         self._guests: dict[str, BubblewrapGuest] = {}
         self._launching: dict[str, asyncio.Task[BubblewrapGuest]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -74,6 +71,10 @@ class BubblewrapRuntime:
         """How many sandboxes are there: being made, running, or being ended."""
         return len(self._guests) + len(self._launching)
 
+    @property
+    def enforced(self) -> Enforced:
+        return self._ground.enforced
+
     def describe(self) -> str:
         """Where the sandboxes' files are, for people. Once started."""
         return self._ground.describe()
@@ -87,7 +88,6 @@ class BubblewrapRuntime:
         _raise_descriptor_limit()
         try:
             self._images.add(BASE, await self._ground.lay(await self._spawners.start(), program))
-            self._library = self._open_library()
             self._spawners.replace_from_now_on()
         except GuestGone as error:
             await self.close()
@@ -95,20 +95,6 @@ class BubblewrapRuntime:
         except BaseException:
             await self.close()
             raise
-
-    def _open_library(self) -> ShelfLibrary:
-        home = self._ground.home
-        shelf = Shelf(home, self._ground.ids, self._cache_bytes)
-        return ShelfLibrary(
-            self._images, shelf, lambda: self.spawner_link, self._recipes.provide, home.path, self._ground.view
-        )
-
-    @property
-    def library(self) -> ShelfLibrary:
-        """The images that builds make. Raises RuntimeUnavailable before the start."""
-        if self._library is None:
-            raise RuntimeUnavailable("the runtime is not started")
-        return self._library
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -121,7 +107,7 @@ class BubblewrapRuntime:
             raise ValueError(f"not a new sandbox id: {sandbox_id!r}")
         self.spawner_link  # noqa: B018 - raises: not started, or failed
         image = self._images.hold(spec.image)
-        launching = asyncio.create_task(self._launch_surely(sandbox_id, image))
+        launching = asyncio.create_task(self._launch_surely(sandbox_id, image, spec))
         self._launching[sandbox_id] = launching
         launching.add_done_callback(lambda _: self._launching.pop(sandbox_id, None))
         try:
@@ -130,30 +116,34 @@ class BubblewrapRuntime:
             launching.add_done_callback(self._kill_unwanted)
             raise
 
-    async def _launch_surely(self, sandbox_id: str, image: Image) -> BubblewrapGuest:
+    async def _launch_surely(self, sandbox_id: str, image: Image, spec: GuestSpec) -> BubblewrapGuest:
         """A spawner that dies under it costs a new sandbox only time."""
         try:
             spawner = await self._spawners.living()
             try:
-                return await self._launch(spawner, sandbox_id, image)
+                return await self._launch(spawner, sandbox_id, image, spec)
             except GuestGone:
                 spawner = await self._spawners.living()
             try:
                 await self._ground.remove_remains(spawner, sandbox_id)
-                return await self._launch(spawner, sandbox_id, image)
+                return await self._launch(spawner, sandbox_id, image, spec)
             except GuestGone as error:
                 raise RuntimeUnavailable("the process that makes sandboxes died") from error
         except BaseException:
             self._images.release(image)
             raise
 
-    async def _launch(self, spawner: SpawnerLink, sandbox_id: str, image: Image) -> BubblewrapGuest:
+    async def _launch(self, spawner: SpawnerLink, sandbox_id: str, image: Image, spec: GuestSpec) -> BubblewrapGuest:
         layout = self._ground.layout(sandbox_id, image)
         directory = f"{layout.home}/{layout.top}"
         try:
             async with asyncio.timeout(_LAUNCH_SECONDS):
                 reply = await spawner.call(
-                    "launch", sandbox=sandbox_id, argv=self._ground.command_line(layout), layout=asdict(layout)
+                    "launch",
+                    sandbox=sandbox_id,
+                    argv=self._ground.command_line(layout),
+                    layout=asdict(layout),
+                    limits=asdict(spec.limits),
                 )
         except (OperationFailed, TimeoutError) as error:
             with contextlib.suppress(GuestGone, OperationFailed):
@@ -170,6 +160,7 @@ class BubblewrapRuntime:
             self._spawners.expect_exit,
             functools.partial(self._images.commit, image),
             functools.partial(self._forget, image),
+            self.enforced.kept(spec.limits),
         )
         self._guests[sandbox_id] = guest
         return guest
@@ -216,8 +207,6 @@ class BubblewrapRuntime:
             await asyncio.gather(*(guest.kill() for guest in list(self._guests.values())))
             await asyncio.gather(*self._chores)
             await self._recipes.settled()
-            if self._library is not None:
-                await self._library.settled()
             await self._images.settled()
         finally:
             spawner = self._spawners.retire()

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from managed_e2b.local.runtime import channel, linux, seccomp
+from managed_e2b.local.runtime.confine import Confinement
 
 INSIDE = linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWPID | linux.CLONE_NEWIPC | linux.CLONE_NEWUTS
 INSIDE |= linux.CLONE_NEWNET
 _ID_LIMIT = 2**32 - 1  # -1 to the kernel: "leave as it is"
 OOM_SCORE = 500  # a sandbox goes before the server and before what else runs on the host
-_MAX_PROCESSES = 8192  # of one user in one sandbox; a fork bomb ends there
-_OPEN_FILES = 1024  # the usual soft limit; a program may raise it
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def become_root() -> None:
     os.setresuid(0, 0, 0)
 
 
-def run_command(pidfd: int, job: Job, report: socket.socket) -> None:
+def run_command(pidfd: int, job: Job, report: socket.socket, confinement: Confinement) -> None:
     """Enter the sandbox, become the command's user, start the command in the sandbox's pid namespace, tell, and end.
 
     The command is this process's child and so becomes the spawner's. This process itself is not in the pid namespace:
@@ -165,13 +164,15 @@ def run_command(pidfd: int, job: Job, report: socket.socket) -> None:
     detach_signals()
     with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
         write_text("/proc/self/oom_score_adj", str(OOM_SCORE))
+    with step("limits"):
+        confinement.join()
     own = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the sandbox's /proc does not have us
     enter(pidfd, INSIDE)
     # A namespace that tells who belongs to this command: every descendant has it, and none can leave it.
     with step("unshare"):
         linux.unshare(linux.CLONE_NEWCGROUP)
     marker = os.open("ns/cgroup", os.O_RDONLY | os.O_CLOEXEC, dir_fd=own)
-    _limit_resources()
+    confinement.limit_resources()
     with step("seccomp"):
         seccomp.install()
     linux.limit_capabilities()
@@ -264,15 +265,6 @@ def _allow_descriptors() -> None:
     """The limit is the command's. Ours bounds what all processes of this user may have on its way to the spawner."""
     _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
-
-
-def _limit_resources() -> None:
-    _, files = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(_OPEN_FILES, files), files))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _, hard = resource.getrlimit(resource.RLIMIT_NPROC)
-    most = _MAX_PROCESSES if hard == resource.RLIM_INFINITY else min(hard, _MAX_PROCESSES)
-    resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
 
 
 def write_text(path: str, text: str) -> None:

@@ -46,6 +46,7 @@ class Forks:
         while not self._ended:
             for key, _ in self._selector.select():
                 key.data()
+        signal.set_wakeup_fd(-1)  # it is closed with us
 
     def end(self) -> None:
         self._ended = True
@@ -76,6 +77,13 @@ class Forks:
 
         self.watch(ours.fileno(), on_message)
         return pid
+
+    def reap_no_more(self) -> None:
+        """Leave all children, those that have ended too, to the kernel: a sandbox waits for the last of its own."""
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
 
     def _reap(self, wake: socket.socket) -> None:
         with contextlib.suppress(BlockingIOError):

@@ -6,17 +6,21 @@ import asyncio
 import errno
 import logging
 import os
+import secrets
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from managed_e2b.local.runtime import bwrap, doctor, idmap, storage
+from managed_e2b.local.runtime import bwrap, cgroups, doctor, idmap, storage
 from managed_e2b.local.runtime.base import GuestGone, RuntimeUnavailable
+from managed_e2b.local.runtime.cgroups import Tree
 from managed_e2b.local.runtime.idmap import IdMap
 from managed_e2b.local.runtime.images import LAYERS, Image
 from managed_e2b.local.runtime.layers import Layout
+from managed_e2b.local.runtime.limits import Enforced
 from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
 from managed_e2b.local.runtime.storage import Home
 
@@ -37,6 +41,9 @@ class Ground:
         self._program = ""
         self._python = _python_elsewhere()
         self.ids: IdMap = idmap.detect()
+        self._group = f"me2b-{secrets.token_hex(8)}"
+        self._trees: list[Any] = []  # as `cgroups.Tree.as_list`
+        self.enforced = Enforced()
         self.view = ""
         self.overlay = True
 
@@ -79,10 +86,13 @@ class Ground:
         await spawner.call("view", directory=str(self.home.top))
 
     async def _enter_namespaces(self, spawner: SpawnerLink) -> None:
+        claimed = (await spawner.call("claim", name=self._group, server=os.getpid())).value
+        self._trees = claimed["trees"]
+        self.enforced = enforced(self._trees, claimed["missing"])
         ids = self.ids
         helpers = [shutil.which(name) or name for name in ("newuidmap", "newgidmap")] if ids.via == "helpers" else []
         try:
-            await spawner.call("configure", **asdict(ids), helpers=helpers)
+            await spawner.call("configure", **asdict(ids), helpers=helpers, trees=self._trees)
         except OperationFailed as error:
             detail, fix = doctor.explain_refusal(doctor.sysctls(), os.geteuid())
             if error.step == "id map":
@@ -103,6 +113,7 @@ class Ground:
                 refused.append(str(error))
                 continue
             top = (await spawner.call("view", directory=str(home.top))).value
+            home.note({"groups": [directory for directory, _, _ in self._trees]})
             self._home, self.view = home, f"{top}/{home.name}"
             if place is None:
                 self.overlay = False
@@ -118,6 +129,7 @@ class Ground:
             view = f"{os.path.dirname(self.view)}/{old.name}"
             for attempt in range(_CLEAN_ATTEMPTS):
                 try:
+                    await spawner.call("remove_groups", directories=old.noted().get("groups", []))
                     await spawner.call("empty", directory=view)
                     old.release()
                 except OSError as error:
@@ -130,7 +142,7 @@ class Ground:
                     _log.warning("cannot remove %s of an earlier server: %s", old.path, error.message)
                     os.close(old.lock)
                 else:
-                    _log.info("removed %s, left by a server that died", old.path)
+                    _log.warning("removed %s, left by a server that died", old.path)
                 break
 
     def _install(self, program: Path) -> None:
@@ -179,6 +191,7 @@ class Ground:
         if home is None:
             return
         try:
+            await spawner.call("remove_groups", directories=[directory for directory, _, _ in self._trees])
             await spawner.call("empty", directory=self.view)
             home.release()
         except GuestGone:
@@ -186,6 +199,13 @@ class Ground:
         except OperationFailed as error:
             _log.warning("cannot remove %s: %s", home.path, error)
             os.close(home.lock)
+
+
+def enforced(trees: Sequence[Any], missing: Sequence[str]) -> Enforced:
+    """What control groups like these keep sandboxes to."""
+    found = [Tree.parse(value) for value in trees]
+    controllers = frozenset[str]().union(*(tree.controllers for tree in found))
+    return Enforced(controllers, cgroups.freezer(found) is not None, missing=tuple(missing))
 
 
 def _python_elsewhere() -> str | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import math
 import os
 import select
 import signal
@@ -15,10 +16,9 @@ from typing import Any, NoReturn
 
 from managed_e2b.local.runtime import channel
 from managed_e2b.local.runtime.base import Command, Exit, GuestError, GuestGone, Reply, Usage, User
+from managed_e2b.local.runtime.limits import Limits
 from managed_e2b.local.runtime.link import Link, OperationFailed, SpawnerLink, gone
 from managed_e2b.local.runtime.process import BubblewrapProcess
-
-_TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class BubblewrapGuest:
@@ -35,6 +35,7 @@ class BubblewrapGuest:
         expect_exit: Callable[[int], asyncio.Future[Exit]],
         keep: Callable[[str, Sequence[str]], Awaitable[None]],
         on_buried: Callable[[BubblewrapGuest], None],
+        kept: Limits,
     ) -> None:
         self.sandbox_id = sandbox_id
         self.dead = asyncio.Event()
@@ -44,6 +45,7 @@ class BubblewrapGuest:
         self._spawner = spawner
         self._expect_exit = expect_exit
         self._keep = keep
+        self._kept = kept  # limits that this host enforces
         self._frozen = False
         self._on_buried = on_buried
         self._pidfd, self._life, agent_socket, self._agent_pidfd = fds
@@ -156,11 +158,11 @@ class BubblewrapGuest:
         return stream, datagrams
 
     async def freeze(self) -> None:
-        await self._ask("signal_all", signal=int(signal.SIGSTOP))
+        await self._ask("freeze", frozen=True)
         self._frozen = True
 
     async def thaw(self) -> None:
-        await self._ask("signal_all", signal=int(signal.SIGCONT))
+        await self._ask("freeze", frozen=False)
         self._frozen = False
 
     async def commit(self, image: str) -> None:
@@ -178,17 +180,19 @@ class BubblewrapGuest:
                     await self.thaw()
 
     async def usage(self) -> Usage:
-        """CPU is the mean since the call before. Memory counts pages that processes share once for each."""
+        """CPU is the mean since the call before."""
         seen = (await self._ask("usage", directories=self._private)).value
-        now, (before, ticks) = time.monotonic(), self._cpu_seen
-        self._cpu_seen = (now, seen["cpu_ticks"])
-        used = max(0, seen["cpu_ticks"] - ticks) / _TICKS / max(now - before, 0.001)
+        now, (before, spent) = time.monotonic(), self._cpu_seen
+        self._cpu_seen = (now, seen["cpu_ns"])
+        used = max(0, seen["cpu_ns"] - spent) / 1e9 / max(now - before, 0.001)
+        cpus = len(os.sched_getaffinity(0))
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return Usage(
-            cpu_count=len(os.sched_getaffinity(0)),
+            cpu_count=min(cpus, math.ceil(self._kept.cpus or cpus)),
             cpu_used_pct=round(100 * used, 2),
             mem_used=seen["memory"],
-            mem_total=os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
-            mem_cache=0,
+            mem_total=min(memory, self._kept.memory or memory),
+            mem_cache=seen["cache"],
             disk_used=seen["disk"],
             disk_total=seen["disk"] + seen["disk_free"],
         )

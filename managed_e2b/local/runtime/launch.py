@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from managed_e2b.local.runtime import children, layers, linux
+from managed_e2b.local.runtime.confine import Confinement
 from managed_e2b.local.runtime.layers import Layout
 from managed_e2b.local.runtime.userns import MapSpec, enter_new
 
@@ -26,6 +27,7 @@ BOOT_ID_FD = 13
 READY = b"ready\n"
 
 _MAX_TEXT = 4000
+FIRST_OOM_SCORE = children.OOM_SCORE // 2  # the end of the first process is the end of all in there
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,13 @@ class LaunchPipes:
 
 
 def become_sandbox(
-    spec: MapSpec, owner: int | None, layout: Layout, argv: Sequence[str], pipes: LaunchPipes, parent: int
+    spec: MapSpec,
+    owner: int | None,
+    layout: Layout,
+    argv: Sequence[str],
+    pipes: LaunchPipes,
+    parent: int,
+    confinement: Confinement,
 ) -> None:
     """Never returns on success. A failure is told on the status pipe, as bubblewrap tells its own."""
     children.detach_signals()
@@ -44,7 +52,9 @@ def become_sandbox(
     os.umask(0o022)
     try:
         _arrange(pipes)
-        enter_new(spec, owner)
+        with children.step("limits"):
+            confinement.make()
+        enter_new(spec, owner, confinement.most_processes)
         _exec_bubblewrap(layout, argv, parent)
     except OSError as error:
         where = getattr(error, "step", "launch")
@@ -53,7 +63,7 @@ def become_sandbox(
 
 def _exec_bubblewrap(layout: Layout, argv: Sequence[str], parent: int) -> NoReturn:
     with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
-        children.write_text("/proc/self/oom_score_adj", str(children.OOM_SCORE))
+        children.write_text("/proc/self/oom_score_adj", str(FIRST_OOM_SCORE))
     layers.mount(layout)
     linux.die_with_parent(signal.SIGKILL)  # after the change of ids, which clears it
     if os.getppid() != parent:

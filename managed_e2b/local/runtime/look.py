@@ -160,10 +160,11 @@ def dial(port: int) -> Answer:
     raise refused or OSError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
-def usage(pidfd: int, directories: list[str]) -> Answer:
-    """What a sandbox uses: `cpu_ticks` and `memory` (bytes, shared pages counted once a process), `disk` in bytes.
+def usage(pidfd: int, directories: list[str], counted: dict[str, int]) -> Answer:
+    """What a sandbox uses: `cpu_ns`, and bytes of `memory`, `cache` and `disk`.
 
     Called with the sandbox's user namespace joined, while its private directories on the host can still be seen.
+    `counted`: what control groups tell; without, its processes are added up, and pages that they share count for each.
     """
     disk = sum(_tree_size(directory) for directory in directories)
     linux.setns(pidfd, linux.CLONE_NEWNS)
@@ -179,8 +180,10 @@ def usage(pidfd: int, directories: list[str]) -> Answer:
             memory += int(fields[23]) * page
             count += 1
     return {
-        "cpu_ticks": ticks,
+        "cpu_ns": ticks * (10**9 // os.sysconf("SC_CLK_TCK")),
         "memory": memory,
+        "cache": 0,
+        **counted,
         "processes": count,
         "disk": disk,
         "disk_free": room.f_bavail * room.f_frsize,

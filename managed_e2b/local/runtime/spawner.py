@@ -11,24 +11,24 @@ served.
 
 | op | arguments | value; descriptors |
 |---|---|---|
-| configure | uids, gids, via, helpers, owners | |
+| claim | name, server (its pid) | see `cgroup_claim.claim` |
+| configure | uids, gids, via, helpers, owners, trees (lists as of `cgroups.Tree`) | |
 | view | directory | a path by which the sandboxes' ids can reach it |
 | check_overlay | directory (made) | whether it can hold the upper layer of an overlay (`upkeep.try_overlay`) |
 | build | directory (made), layers (made), kept, scratch, home, facts | the layers of `base` (`base_template.provide`) |
 | empty | directory | |
-| launch | sandbox, argv, layout (`layers.Layout`) | host pid; pidfd, life pipe, agent's socket, agent's pidfd |
+| launch | sandbox, argv, layout (`layers.Layout`), limits | host pid; pidfd, life pipe, agent's socket, agent's pidfd |
 | spawn | sandbox, argv, env, cwd, uid, gid, groups, stdin, pty | pid, child, stdio; pidfd, marker, stdio descriptors |
 | kill_marked | sandbox; + marker | |
 | abandon | sandbox, job (a spawn request) | its command is killed, with all its descendants |
-| signal_all | sandbox, signal | |
+| freeze | sandbox, frozen | once all its processes stand still, or go on |
 | dial | sandbox, port | ; a connected socket |
 | way_out | sandbox | ; a listening TCP socket, a UDP socket (see `netlink`) |
 | usage | sandbox, directories | see `look.usage` |
 | keep | directories, layer (made) | copies of them, by their last names, in `layer` |
-| measure | directory | bytes on disk of what is in it |
-| unpack | directory (made), bounds (`unpack.Bounds`); + archive | see `unpack.unpack` |
 | remove | directory | |
-| bury | sandbox, directory | once nothing of it runs, its directory is removed |
+| bury | sandbox, directory | once nothing of it runs, its directory and its control groups are removed |
+| remove_groups | directories | how many sandboxes had groups there |
 
 Events: `{"event": "exit", "job": id of the spawn request, "code": …, "signal": …}`.
 """
@@ -43,43 +43,34 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from managed_e2b.local.runtime import agent, base_template, channel, children, launch, linux, look, netlink, upkeep
+from managed_e2b.local.runtime import (
+    base_template,
+    cgroup_claim,
+    cgroups,
+    channel,
+    children,
+    launch,
+    linux,
+    look,
+    netlink,
+    upkeep,
+)
+from managed_e2b.local.runtime.cgroups import Tree
+from managed_e2b.local.runtime.confine import Confinement
 from managed_e2b.local.runtime.forks import Forks, Told
 from managed_e2b.local.runtime.launch import LaunchPipes
+from managed_e2b.local.runtime.launcher import Launching, Sandbox
 from managed_e2b.local.runtime.layers import Layout
 from managed_e2b.local.runtime.userns import OWNERS, MapSpec
 
-_STATUS_LIMIT = 65536
+_END_SECONDS = 2.0  # for the control groups of sandboxes whose processes are being killed
 
 
 class BadRequest(Exception):
     """A request that cannot be understood or that names a sandbox which is not there."""
-
-
-@dataclass
-class Sandbox:
-    """A sandbox that was launched and is not buried yet. `bwrap` is the pid of bubblewrap outside, None once reaped."""
-
-    bwrap: int | None
-    pidfd: int
-    waiters: list[Callable[[], None]] = field(default_factory=list)
-
-
-@dataclass
-class Launching:
-    """A launch under way: the status pipe has not said "ready" yet."""
-
-    request: int
-    name: str
-    bwrap: int
-    info: int
-    life: int
-    text: bytes = b""
 
 
 class Spawner:
@@ -92,6 +83,7 @@ class Spawner:
         self._unclaimed: dict[int, int] = {}  # pid → status, reaped before we knew what it was
         self._bwraps: dict[int, str] = {}
         self._spec: MapSpec | None = None
+        self._trees: list[Tree] = []
         self._turns = itertools.count(int.from_bytes(os.urandom(2)))  # so that two servers do not share owners
         self._maintenance = -1  # a user namespace with the sandboxes' id map, to build and remove their files in
 
@@ -101,6 +93,16 @@ class Spawner:
         # The end of the socket tells of the server's end too, unless a fork of the server holds a copy of it.
         self._forks.watch(os.pidfd_open(os.getppid()), self._forks.end)
         self._forks.run()
+        self._end_all()
+
+    def _end_all(self) -> None:
+        """What is frozen would outlive us: it hears of no death. And nobody else is left to remove the groups."""
+        self._forks.reap_no_more()
+        for sandbox in self._sandboxes.values():
+            sandbox.end()
+        for tree in self._trees:
+            with contextlib.suppress(OSError):  # the next server here tries again
+                cgroups.remove_tree(tree.directory, _END_SECONDS)
 
     # -- requests and answers --------------------------------------------------------------------------------------
 
@@ -154,28 +156,29 @@ class Spawner:
             lambda report: look.visit(pidfd, namespaces, lambda: action(pidfd), report, keep), self._relay(request)
         )
 
-    def _maintain(
-        self,
-        request: int,
-        work: Callable[[], Any],
-        before: Callable[[], Any] = lambda: None,
-        keep: Sequence[int] = (),
-    ) -> None:
-        """Run `work` in a fork, as root of the maintenance namespace; `before`, as who we are.
-
-        `keep`: descriptors that it needs.
-        """
+    def _maintain(self, request: int, work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> None:
+        """Run `work` in a fork, as root of the maintenance namespace; `before`, as who we are."""
         if self._maintenance < 0:
             raise BadRequest("not configured")
         fd = self._maintenance
 
         def run(report: socket.socket) -> None:
-            children.keep_only([fd, report.fileno(), *keep])
+            children.keep_only([fd, report.fileno()])
             children.detach_signals()
             before()
             linux.setns(fd, linux.CLONE_NEWUSER)
             children.become_root()
             os.umask(0o022)
+            children.tell(report, {"value": work()})
+
+        self._forks.fork(run, self._relay(request))
+
+    def _work(self, request: int, work: Callable[[], Any]) -> None:
+        """Run `work` in a fork, as who we are."""
+
+        def run(report: socket.socket) -> None:
+            children.keep_only([report.fileno()])
+            children.detach_signals()
             children.tell(report, {"value": work()})
 
         self._forks.fork(run, self._relay(request))
@@ -205,17 +208,18 @@ class Spawner:
 
     def _bwrap_ended(self, name: str) -> None:
         sandbox = self._sandboxes.get(name)
-        if sandbox is None:
-            return
-        sandbox.bwrap = None
-        for go_on in sandbox.waiters:
-            go_on()
-        sandbox.waiters.clear()
+        if sandbox is not None:
+            sandbox.ended()
 
     # -- operations ------------------------------------------------------------------------------------------------
 
+    def _claim(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        name, server = args["name"], [int(args["server"]), os.getpid()]
+        self._work(request, lambda: cgroup_claim.claim(name, server))
+
     def _configure(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         spec = MapSpec(args["uids"], args["gids"], args["via"], args["helpers"], args["owners"])
+        self._trees = [Tree.parse(value) for value in args["trees"]]
         self._maintenance = upkeep.keep_user_namespace(spec)
         self._spec = spec
         self._answer(request, {"value": None})
@@ -248,87 +252,32 @@ class Spawner:
         spec = self._spec
         if spec is None or not isinstance(name, str) or name in self._sandboxes or name in self._bwraps.values():
             raise BadRequest("not configured, or the sandbox exists")
+        confinement = Confinement.parse(name, self._trees, args["limits"])
         life_reader, life_writer = os.pipe2(os.O_CLOEXEC)
         status_reader, status_writer = os.pipe2(os.O_CLOEXEC)
         info_reader, info_writer = os.pipe2(os.O_CLOEXEC)
         pipes, parent = LaunchPipes(life_reader, status_writer, info_writer), os.getpid()
         owner = None if spec.owners is None else spec.owners + next(self._turns) % OWNERS
-        bwrap = children.fork(lambda: launch.become_sandbox(spec, owner, layout, argv, pipes, parent))
+        bwrap = children.fork(lambda: launch.become_sandbox(spec, owner, layout, argv, pipes, parent, confinement))
         channel.close_all((life_reader, status_writer, info_writer))
         self._bwraps[bwrap] = name
-        self._sandboxes[name] = Sandbox(bwrap, -1)
-        state = Launching(request, name, bwrap, info_reader, life_writer)
-        self._forks.watch(status_reader, lambda: self._on_status(status_reader, state))
-
-    def _on_status(self, fd: int, state: Launching) -> None:
-        data = os.read(fd, 4096)
-        state.text = (state.text + data)[-_STATUS_LIMIT:]
-        if data and launch.READY not in state.text:
-            return
-        self._forks.unwatch(fd)
-        os.close(fd)
-        info = os.read(state.info, 4096)
-        os.close(state.info)
-        if not data:
-            text = state.text.decode("utf-8", "replace").strip() or "bubblewrap ended without a word"
-            self._launch_failed(state, {"errno": errno.EIO, "message": text, "step": "launch"})
-            return
-        try:
-            inside = launch.child_pid(info)
-            pidfd = _open_child(inside, state.bwrap)
-        except (OSError, ValueError) as error:
-            self._launch_failed(state, {"errno": errno.EIO, "message": str(error), "step": "launch"})
-            return
-        sandbox = self._sandboxes.get(state.name)
-        if sandbox is None:  # buried meanwhile
-            os.close(pidfd)
-            os.close(state.life)
-            return
-        sandbox.pidfd = pidfd
-        self._start_agent(state, inside, pidfd)
-
-    def _start_agent(self, state: Launching, inside: int, pidfd: int) -> None:
-        ours, theirs = socket.socketpair()
-        parent = os.getpid()
-
-        def done(told: Told) -> None:
-            with ours:
-                if "errno" in told[0]:
-                    os.close(handle)
-                    self._launch_failed(state, told[0])
-                    return
-                self._answer(state.request, {"value": {"pid": inside}}, [pidfd, state.life, ours.fileno(), handle])
-            channel.close_all((state.life, handle))
-
-        with theirs:
-            pid = self._forks.fork(lambda report: agent.run(pidfd, theirs, report, parent), done)
-        handle = os.pidfd_open(pid)  # our own child, and not reaped before the next turn of the loop
-
-    def _launch_failed(self, state: Launching, body: dict[str, Any]) -> None:
-        """Tell of it once nothing of the sandbox runs any more. Its directory is the server's to have buried."""
-        os.close(state.life)
-        sandbox = self._sandboxes.get(state.name)
-        if sandbox is None:  # buried meanwhile
-            self._answer(state.request, body)
-        else:
-            self._when_ended(sandbox, lambda: self._answer(state.request, body))
-
-    def _when_ended(self, sandbox: Sandbox, go_on: Callable[[], None]) -> None:
-        if sandbox.bwrap is None:
-            go_on()
-            return
-        sandbox.waiters.append(go_on)
-        if sandbox.pidfd < 0:  # still being made
-            os.kill(sandbox.bwrap, signal.SIGKILL)
-            return
-        # bubblewrap ends after its child, which ends after everything else inside.
-        with contextlib.suppress(ProcessLookupError):
-            signal.pidfd_send_signal(sandbox.pidfd, signal.SIGKILL)
+        self._sandboxes[name] = Sandbox(bwrap, -1, confinement)
+        Launching(
+            self._forks,
+            lambda: self._sandboxes.get(name),
+            lambda body, fds: self._answer(request, body, fds),
+            bwrap,
+            status_reader,
+            info_reader,
+            life_writer,
+        ).watch()
 
     def _spawn(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        pidfd, job = self._sandbox(args["sandbox"]).pidfd, children.Job.parse(args)
+        sandbox, job = self._sandbox(args["sandbox"]), children.Job.parse(args)
+        pidfd, confinement = sandbox.pidfd, sandbox.confinement
         self._forks.fork(
-            lambda report: children.run_command(pidfd, job, report), lambda told: self._spawned(request, pidfd, told)
+            lambda report: children.run_command(pidfd, job, report, confinement),
+            lambda told: self._spawned(request, pidfd, told),
         )
 
     def _spawned(self, request: int, pidfd: int, told: Told) -> None:
@@ -369,8 +318,13 @@ class Spawner:
         inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
         self._visit(request, args["sandbox"], inside, lambda _: look.kill_marked(marker), marker)
 
-    def _signal_all(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        number = signal.Signals(args["signal"])
+    def _freeze(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        sandbox, frozen = self._sandbox(args["sandbox"]), bool(args["frozen"])
+        group = sandbox.confinement.freezer()
+        if group is not None:
+            self._work(request, lambda: cgroups.freeze(group, frozen=frozen))
+            return
+        number = signal.SIGSTOP if frozen else signal.SIGCONT
         inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNS
         self._visit(request, args["sandbox"], inside, lambda _: look.signal_all(number))
 
@@ -386,30 +340,16 @@ class Spawner:
         self._visit(request, args["sandbox"], inside, lambda _: netlink.open_way_out())
 
     def _usage(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        directories = list(args["directories"])
-        self._visit(request, args["sandbox"], linux.CLONE_NEWUSER, lambda pidfd: look.usage(pidfd, directories))
+        directories, confinement = list(args["directories"]), self._sandbox(args["sandbox"]).confinement
+
+        def measure(pidfd: int) -> look.Answer:
+            return look.usage(pidfd, directories, confinement.usage())
+
+        self._visit(request, args["sandbox"], linux.CLONE_NEWUSER, measure)
 
     def _keep(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         directories, layer = list(args["directories"]), args["layer"]
         self._maintain(request, lambda: upkeep.keep(directories, layer))
-
-    def _measure(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        directory = args["directory"]
-        self._maintain(request, lambda: upkeep.measure(directory))
-
-    def _unpack(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        directory, bounds = args["directory"], args["bounds"]
-        if len(fds) != 1:
-            raise BadRequest("one archive")
-        archive = fds[0]
-
-        def work() -> dict[str, int]:
-            from managed_e2b.local.runtime import unpack
-
-            return unpack.unpack(archive, directory, unpack.Bounds(**bounds))
-
-        # Imported in the fork alone: it would make every other one larger. And before it is nobody on the host.
-        self._maintain(request, work, before=lambda: import_module("managed_e2b.local.runtime.unpack"), keep=[archive])
 
     def _remove(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         directory = args["directory"]
@@ -418,20 +358,26 @@ class Spawner:
     def _bury(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         name, directory = args["sandbox"], args["directory"]
         sandbox = self._sandboxes.get(name)
+        trees = self._trees
 
         def remove() -> None:
             if sandbox is not None:
                 self._sandboxes.pop(name, None)
                 if sandbox.pidfd >= 0:
                     os.close(sandbox.pidfd)
-            self._maintain(request, lambda: upkeep.remove_tree(directory))
+            self._maintain(request, lambda: upkeep.remove_tree(directory), before=lambda: cgroups.remove(trees, name))
 
         if sandbox is None:
             remove()
         else:
-            self._when_ended(sandbox, remove)
+            sandbox.when_ended(remove)
+
+    def _remove_groups(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directories = list(args["directories"])
+        self._work(request, lambda: max([0, *map(cgroups.remove_tree, directories)]))
 
     _OPERATIONS: ClassVar[dict[str, Callable[[Spawner, int, dict[str, Any], list[int]], None]]] = {
+        "claim": _claim,
         "configure": _configure,
         "view": _view,
         "empty": _empty,
@@ -441,27 +387,15 @@ class Spawner:
         "spawn": _spawn,
         "kill_marked": _kill_marked,
         "abandon": _abandon,
-        "signal_all": _signal_all,
+        "freeze": _freeze,
         "dial": _dial,
         "way_out": _way_out,
         "usage": _usage,
         "keep": _keep,
-        "measure": _measure,
-        "unpack": _unpack,
         "remove": _remove,
         "bury": _bury,
+        "remove_groups": _remove_groups,
     }
-
-
-def _open_child(pid: int, parent: int) -> int:
-    """A pidfd of `pid`, proved to be a child of `parent`, which has not been reaped. Raises OSError(ESRCH)."""
-    pidfd = os.pidfd_open(pid)
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        fields = file.read().rpartition(b") ")[2].split()
-    if int(fields[1]) != parent:
-        os.close(pidfd)
-        raise OSError(errno.ESRCH, "the sandbox ended while it started")
-    return pidfd
 
 
 def main(fd: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import secrets
 import stat
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from managed_e2b.local.runtime import base_template, standins
 from managed_e2b.local.runtime.base import RuntimeUnavailable
@@ -18,6 +20,7 @@ from managed_e2b.local.runtime.idmap import IdMap
 
 _SHM = Path("/dev/shm")
 _SHM_MINIMUM = 256 * 1024 * 1024
+_MAX_NOTE = 65536
 
 
 def candidates(data_dir: str | os.PathLike[str] | None, uid: int, env: Mapping[str, str]) -> list[Path]:
@@ -84,6 +87,19 @@ class Home:
         """While it lasts no server starts or ends here. Yields whether there is no other one."""
         with _alone(self.top):
             yield not any(file.stem != self.name for file in self.top.glob("*.lock"))
+
+    def note(self, facts: dict[str, Any]) -> None:
+        """Let the next server know what is ours beside the directory, should we die."""
+        os.ftruncate(self.lock, 0)
+        os.pwrite(self.lock, json.dumps(facts).encode(), 0)
+
+    def noted(self) -> dict[str, Any]:
+        """What its server has noted."""
+        try:
+            facts = json.loads(os.pread(self.lock, _MAX_NOTE, 0))
+        except ValueError:  # it died before it could
+            return {}
+        return facts if isinstance(facts, dict) else {}
 
     def release(self) -> None:
         """Remove the (emptied) directory and the lock."""

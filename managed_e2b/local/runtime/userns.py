@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 from managed_e2b.local.runtime import children, linux
 from managed_e2b.local.runtime.children import StepError
+from managed_e2b.local.runtime.confine import MOST_PROCESSES
 
 OWNERS = 65536
-MOST_PROCESSES = 8192  # of a whole sandbox, where it has an owner of its own
 
 
 @dataclass(frozen=True)
@@ -30,12 +30,12 @@ class MapSpec:
     owners: int | None = None  # the first of OWNERS ids, of which one owns each sandbox's namespace
 
 
-def enter_new(spec: MapSpec, owner: int | None = None) -> None:
+def enter_new(spec: MapSpec, owner: int | None = None, most: int = MOST_PROCESSES) -> None:
     """Leave the caller as root, with no supplementary groups, of a new user namespace. Raises StepError.
 
     With `owner`, an id of the host that nobody has, the namespace is that one's. To its owner the kernel counts what
     all ids inside have together of processes, inotify instances, queued signals and the like: else that is the host's
-    root, and one sandbox could leave nothing for the host and for the others.
+    root, and one sandbox could leave nothing for the host and for the others. `most`: processes of that owner.
     """
     linux.set_dumpable(True)  # the helper must be able to open our map files
     go_reader, go_writer = os.pipe2(os.O_CLOEXEC)
@@ -45,7 +45,7 @@ def enter_new(spec: MapSpec, owner: int | None = None) -> None:
     os.close(done_writer)
     try:
         if owner is not None:
-            _become_owner(owner)
+            _become_owner(owner, most)
         with children.step("unshare"):
             linux.unshare(linux.CLONE_NEWUSER)
         os.write(go_writer, b".")
@@ -59,14 +59,14 @@ def enter_new(spec: MapSpec, owner: int | None = None) -> None:
     children.become_root()
 
 
-def _become_owner(owner: int) -> None:
+def _become_owner(owner: int, most: int) -> None:
     """Change the id and nothing else: a host may let only the privileged make user namespaces."""
     try:
         linux.keep_capabilities()
     except PermissionError:  # a container's root with little to say: it stays the owner
         return
     with children.step("owner"):
-        resource.setrlimit(resource.RLIMIT_NPROC, (MOST_PROCESSES, MOST_PROCESSES))
+        resource.setrlimit(resource.RLIMIT_NPROC, (most, most))
         os.setresuid(owner, owner, owner)
     linux.set_dumpable(True)  # the change took it back
 

@@ -61,6 +61,13 @@ async def box(make_box: Callable[..., Awaitable[Box]]) -> Box:
 
 
 @pytest.fixture
+def freezer(runtime: BubblewrapRuntime) -> None:
+    """For tests of what only control groups can do."""
+    if not runtime.enforced.freezer:
+        pytest.skip(f"pauses are signals on this host: {'; '.join(runtime.enforced.missing)}")
+
+
+@pytest.fixture
 def two_ids(runtime: BubblewrapRuntime) -> None:
     """For tests of what needs root and `user` to be two."""
     if not runtime.ids.full:

@@ -159,7 +159,7 @@ async def test_the_spawner_survives_bad_requests(runtime: BubblewrapRuntime, box
         ("launch", {"sandbox": 1, "argv": None, "layout": None}),
         ("launch", {"sandbox": box.guest.sandbox_id, "argv": [], "layout": LAYOUT}),
         ("launch", {"sandbox": "half", "argv": ["/no/such/bwrap"], "layout": LAYOUT}),
-        ("signal_all", {"sandbox": box.guest.sandbox_id, "signal": 1000}),
+        ("freeze", {"sandbox": "nobody", "frozen": True}),
         ("dial", {"sandbox": box.guest.sandbox_id, "port": 70000}),
         ("kill_marked", {"sandbox": box.guest.sandbox_id}),
         ("usage", {"sandbox": box.guest.sandbox_id, "directories": 5}),

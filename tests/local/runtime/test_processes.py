@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 
 from managed_e2b.local.runtime.base import Command, Exit, GuestError, GuestGone, PtySize
 
-from .boxes import Box, eventually, first_output
+from .boxes import Box, eventually, file_text, first_output
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -219,22 +220,42 @@ async def test_a_spawn_that_is_cancelled_leaves_no_process(box: Box) -> None:
 
 async def test_freeze_and_thaw(box: Box) -> None:
     process = await box.start("echo ready; while :; do date +%s%N > /tmp/tick; done")
-    read = "cat /tmp/tick"
     await first_output(process)
     await box.guest.freeze()
-    states = (await box.run("ps -eo stat=,pid= | grep -v ' 1$'")).out
-    assert any(line.startswith("T") for line in states.splitlines())
-    first = (await box.run(read)).out
-    second = (await box.run(read)).out
-    assert first == second
+    # The file agent is no process of the sandbox.
+    first = await file_text(box, "/tmp/tick")
+    assert await file_text(box, "/tmp/tick") == first
     await box.guest.thaw()
 
     async def moved() -> bool:
-        return (await box.run(read)).out != first
+        return await file_text(box, "/tmp/tick") != first
 
     await eventually(moved)
     process.kill_tree()
     process.close()
+
+
+async def test_what_is_stopped_by_its_own_shell_stays_so(box: Box, freezer: None) -> None:
+    process = await box.start("echo ready; kill -STOP $BASHPID; echo went on")
+    await first_output(process)
+    await box.guest.freeze()
+    await box.guest.thaw()
+    stopped = await box.run(f"cut -d' ' -f3 /proc/{process.pid}/stat")
+    assert stopped.out == "T\n"
+    process.kill_tree()
+    process.close()
+
+
+async def test_a_frozen_sandbox_is_killed_with_a_command_on_its_way(make_box: Callable[..., Awaitable[Box]]) -> None:
+    box = await make_box()
+    process = await box.start("while :; do :; done")
+    await box.guest.freeze()
+    waiting = asyncio.create_task(box.run("echo late"))
+    await asyncio.sleep(0)
+    await box.guest.kill()
+    process.close()
+    with contextlib.suppress(GuestGone):  # where pauses are signals, it may have been quick
+        await waiting
 
 
 async def test_usage_counts_memory_cpu_and_disk(box: Box) -> None:
