@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from managed_e2b.local.runtime.library import Library
 from managed_e2b.local.runtime.limits import NO_LIMITS, Enforced, Limits
 
 
@@ -209,6 +210,11 @@ class Recipe(Protocol):
 
 
 class Runtime(Protocol):
+    @property
+    def library(self) -> Library:
+        """What builds need. Once started."""
+        ...
+
     @property
     def enforced(self) -> Enforced:
         """Which limits of a sandbox this host keeps. Once started."""

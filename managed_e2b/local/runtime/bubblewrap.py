@@ -28,6 +28,8 @@ from managed_e2b.local.runtime.images import BASE, Image
 from managed_e2b.local.runtime.limits import Enforced
 from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
 from managed_e2b.local.runtime.recipes import Recipes
+from managed_e2b.local.runtime.shelf import Shelf
+from managed_e2b.local.runtime.shelf_library import MOST_BYTES, ShelfLibrary
 from managed_e2b.local.runtime.spawners import Spawners
 
 _log = logging.getLogger(__name__)
@@ -39,14 +41,16 @@ class BubblewrapRuntime:
     """`base.Runtime`. One object a server process and event loop.
 
     `data_dir`: where sandboxes keep their files; None chooses /var/lib/me2b for root and ~/.cache/me2b/local for
-    others, and memory (/dev/shm) where neither can hold an overlay.
+    others, and memory (/dev/shm) where neither can hold an overlay. `cache_bytes`: of what builds keep there for later.
     """
 
-    def __init__(self, data_dir: str | os.PathLike[str] | None = None) -> None:
+    def __init__(self, data_dir: str | os.PathLike[str] | None = None, *, cache_bytes: int = MOST_BYTES) -> None:
+        self._cache_bytes = cache_bytes
         self._ground = Ground(data_dir)
         self._spawners = Spawners(self._ground.show, self._on_spawner_death)
         self._images = ImageStore(lambda: self.spawner_link, lambda: self._ground.view)
         self._recipes = Recipes(self._ground, self._images)
+        self._library: ShelfLibrary | None = None
         self._guests: dict[str, BubblewrapGuest] = {}
         self._launching: dict[str, asyncio.Task[BubblewrapGuest]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -88,6 +92,7 @@ class BubblewrapRuntime:
         _raise_descriptor_limit()
         try:
             self._images.add(BASE, await self._ground.lay(await self._spawners.start(), program))
+            self._library = self._open_library()
             self._spawners.replace_from_now_on()
         except GuestGone as error:
             await self.close()
@@ -95,6 +100,20 @@ class BubblewrapRuntime:
         except BaseException:
             await self.close()
             raise
+
+    def _open_library(self) -> ShelfLibrary:
+        home = self._ground.home
+        shelf = Shelf(home, self._ground.ids, self._cache_bytes)
+        return ShelfLibrary(
+            self._images, shelf, lambda: self.spawner_link, self._recipes.provide, home.path, self._ground.view
+        )
+
+    @property
+    def library(self) -> ShelfLibrary:
+        """The images that builds make. Raises RuntimeUnavailable before the start."""
+        if self._library is None:
+            raise RuntimeUnavailable("the runtime is not started")
+        return self._library
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -207,6 +226,8 @@ class BubblewrapRuntime:
             await asyncio.gather(*(guest.kill() for guest in list(self._guests.values())))
             await asyncio.gather(*self._chores)
             await self._recipes.settled()
+            if self._library is not None:
+                await self._library.settled()
             await self._images.settled()
         finally:
             spawner = self._spawners.retire()

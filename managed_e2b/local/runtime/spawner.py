@@ -26,6 +26,8 @@ served.
 | way_out | sandbox | ; a listening TCP socket, a UDP socket (see `netlink`) |
 | usage | sandbox, directories | see `look.usage` |
 | keep | directories, layer (made) | copies of them, by their last names, in `layer` |
+| measure | directory | bytes on disk of what is in it |
+| unpack | directory (made), bounds (`unpack.Bounds`); + archive | see `unpack.unpack` |
 | remove | directory | |
 | bury | sandbox, directory | once nothing of it runs, its directory and its control groups are removed |
 | remove_groups | directories | how many sandboxes had groups there |
@@ -43,7 +45,8 @@ import os
 import resource
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from importlib import import_module
 from typing import Any, ClassVar
 
 from managed_e2b.local.runtime import (
@@ -156,14 +159,23 @@ class Spawner:
             lambda report: look.visit(pidfd, namespaces, lambda: action(pidfd), report, keep), self._relay(request)
         )
 
-    def _maintain(self, request: int, work: Callable[[], Any], before: Callable[[], Any] = lambda: None) -> None:
-        """Run `work` in a fork, as root of the maintenance namespace; `before`, as who we are."""
+    def _maintain(
+        self,
+        request: int,
+        work: Callable[[], Any],
+        before: Callable[[], Any] = lambda: None,
+        keep: Sequence[int] = (),
+    ) -> None:
+        """Run `work` in a fork, as root of the maintenance namespace; `before`, as who we are.
+
+        `keep`: descriptors that it needs.
+        """
         if self._maintenance < 0:
             raise BadRequest("not configured")
         fd = self._maintenance
 
         def run(report: socket.socket) -> None:
-            children.keep_only([fd, report.fileno()])
+            children.keep_only([fd, report.fileno(), *keep])
             children.detach_signals()
             before()
             linux.setns(fd, linux.CLONE_NEWUSER)
@@ -351,6 +363,24 @@ class Spawner:
         directories, layer = list(args["directories"]), args["layer"]
         self._maintain(request, lambda: upkeep.keep(directories, layer))
 
+    def _measure(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directory = args["directory"]
+        self._maintain(request, lambda: upkeep.measure(directory))
+
+    def _unpack(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        directory, bounds = args["directory"], args["bounds"]
+        if len(fds) != 1:
+            raise BadRequest("one archive")
+        archive = fds[0]
+
+        def work() -> dict[str, int]:
+            from managed_e2b.local.runtime import unpack
+
+            return unpack.unpack(archive, directory, unpack.Bounds(**bounds))
+
+        # Imported in the fork alone: it would make every other one larger. And before it is nobody on the host.
+        self._maintain(request, work, before=lambda: import_module("managed_e2b.local.runtime.unpack"), keep=[archive])
+
     def _remove(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         directory = args["directory"]
         self._maintain(request, lambda: upkeep.remove_tree(directory))
@@ -392,6 +422,8 @@ class Spawner:
         "way_out": _way_out,
         "usage": _usage,
         "keep": _keep,
+        "measure": _measure,
+        "unpack": _unpack,
         "remove": _remove,
         "bury": _bury,
         "remove_groups": _remove_groups,
