@@ -138,7 +138,10 @@ class _Exchange:
         self._http = h11.Connection(h11.CLIENT)
 
     async def run(self, request: h11.Request, receive: Receive, send: Send) -> None:
-        await self._write(request)
+        try:
+            await self._write(request)
+        except ConnectionError as error:  # it was about to end when it was dialled
+            raise PortClosed from error
         if self._wire is not None:
             await self._write(h11.EndOfMessage())  # it has no body; the answer may come before uvicorn says so
         sending = asyncio.create_task(self._send_body(receive))

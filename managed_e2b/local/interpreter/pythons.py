@@ -66,9 +66,17 @@ def fits(program: str) -> bool:
     return probe.returncode == 0 and probe.stdout.strip() == sysconfig.get_config_var("SOABI")
 
 
-def copy(source: Path, root: Path) -> None:
-    """Copy an installation, without its packages, below `root`. Raises ImageUnavailable and OSError."""
-    target = root / COPY.lstrip("/")
+def _copy_to_where_it_is_found(library: Path, layer: Path) -> None:
+    """Of what the loader searches by itself: a Python may be told to find its library where it was installed."""
+    for directory in ("lib", "lib64"):
+        if os.path.isdir(f"/usr/{directory}") and not os.path.exists(f"/usr/{directory}/{library.name}"):
+            (layer / "usr" / directory).mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(library, layer / "usr" / directory / library.name)
+
+
+def copy(source: Path, layer: Path) -> None:
+    """Copy an installation, without its packages, into a layer. Raises ImageUnavailable and OSError."""
+    target = layer / "root" / COPY.lstrip("/")
     name = f"python{VERSION}"
     (target / "bin").mkdir(parents=True)
     shutil.copyfile(os.path.realpath(source / "bin" / name), target / "bin" / name)
@@ -77,6 +85,8 @@ def copy(source: Path, root: Path) -> None:
         if library.is_file():
             (target / "lib").mkdir(exist_ok=True)
             shutil.copyfile(library, target / "lib" / library.name)
+            if library.name.startswith("libpython"):
+                _copy_to_where_it_is_found(library, layer)
     modules = source / "lib" / name
     for parent, directories, files in os.walk(modules):
         directories[:] = [

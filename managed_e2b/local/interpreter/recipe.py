@@ -62,15 +62,15 @@ class InterpreterRecipe:
     def digest(self) -> str:
         python = pythons.choose()
         names = [f"{found.metadata['Name']} {found.version}" for found in packages.distributions()]
-        text = hashlib.sha256(repr((python, names, _files(), _wrapper("x"), _COMMANDS)).encode())
-        for path in sorted(_sources()):
+        text = hashlib.sha256(repr((python, names)).encode())
+        for path in sorted([*_sources(), *(Path(each) for each in (__file__, packages.__file__, pythons.__file__))]):
             text.update(path.read_bytes())
         return text.hexdigest()
 
     def fill(self, layer: Path) -> None:
         python = pythons.choose()
         if python.source is not None:
-            pythons.copy(python.source, layer / "root")
+            pythons.copy(python.source, layer)
         home = layer / "root" / HOME.lstrip("/")
         for distribution in packages.distributions():
             packages.copy(distribution, layer / "root" / _PACKAGES.lstrip("/"), _PACKAGES)
