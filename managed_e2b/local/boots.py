@@ -7,11 +7,11 @@ from collections.abc import Callable
 
 from managed_e2b.local.envd.context import EnvdContext
 from managed_e2b.local.errors import ApiError
-from managed_e2b.local.logbook import Logbook
+from managed_e2b.local.logbook import Level, Logbook
 from managed_e2b.local.model import EnvdApp, EnvdFactory, Sandbox, SandboxSpec
 from managed_e2b.local.network.ways import Ways
 from managed_e2b.local.runtime.base import Guest, GuestSpec, ImageUnavailable, Runtime, RuntimeUnavailable
-from managed_e2b.local.starting import StartFailed, start_template
+from managed_e2b.local.starting import StartFailed, start_template, tell_end
 from managed_e2b.local.tasks import Tasks
 
 
@@ -24,12 +24,14 @@ class Boots:
         envd: EnvdFactory,
         ways: Ways,
         tasks: Tasks,
+        sizes: Sizes,
         on_death: Callable[[Sandbox, Guest], None],
     ) -> None:
         self._runtime = runtime
         self._envd = envd
         self._ways = ways
         self._tasks = tasks
+        self._sizes = sizes
         self._on_death = on_death
 
     async def guest(self, sandbox_id: str, spec: SandboxSpec, image: str | None = None) -> Guest:
@@ -39,7 +41,7 @@ class Boots:
         made here, or the sandbox shall reach what none here reaches.
         """
         try:
-            guest = await self._runtime.create(sandbox_id, GuestSpec(image=image or spec.image))
+            guest = await self._runtime.create(sandbox_id, GuestSpec(image or spec.image, self._limits(spec)))
         except KeyError as error:
             raise ApiError(404, f"template '{spec.template_id}' not found") from error
         except ImageUnavailable as error:
@@ -52,6 +54,13 @@ class Boots:
             await guest.kill()
             raise
         return guest
+
+    def _limits(self, spec: SandboxSpec) -> Limits:
+        return self._sizes.limits(spec.cpu_count, spec.memory_mb)
+
+    def size(self, spec: SandboxSpec) -> Size:
+        """What a sandbox like that can use here."""
+        return shown(self._limits(spec), self._runtime.enforced)
 
     async def bring_up(self, guest: Guest, spec: SandboxSpec) -> asyncio.Task[None] | None:
         """Run what its template starts, until it is ready. The start command, if there is one, that goes on running.
@@ -89,6 +98,18 @@ class Boots:
     async def _watch(self, sandbox: Sandbox, guest: Guest) -> None:
         await guest.dead.wait()
         self._on_death(sandbox, guest)
+
+    async def come_up(self, sandbox: Sandbox) -> None:
+        """After a boot anew: run what its template starts. That it fails is written down, and the sandbox runs.
+
+        Raises GuestGone.
+        """
+        try:
+            started = await self.bring_up(sandbox.guest, sandbox.spec)
+        except ApiError as error:
+            sandbox.logbook.add("template", error.message, level=Level.ERROR)
+        else:
+            tell_end(started, sandbox.logbook)
 
     async def anew(self, sandbox: Sandbox, image: str) -> None:
         """Give the sandbox a new guest, of that image, and a new envd with the same token; the image is used up.

@@ -187,3 +187,5 @@ class Pauses:
             await sandbox.booting
         finally:
             sandbox.booting = None
+        if sandbox.is_in(State.RESUMING):
+            await self._boots.come_up(sandbox)

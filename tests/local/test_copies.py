@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,12 @@ import pytest_asyncio
 from e2b import AsyncSandbox, SandboxException, SandboxNotFoundException, SandboxNotRunningException, SandboxState
 
 from managed_e2b.local.history import History, Subject
+from managed_e2b.local.logbook import Level
+from managed_e2b.local.model import SandboxSpec
 from managed_e2b.local.runtime.base import RuntimeUnavailable
 from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 from managed_e2b.local.server import LocalServer
+from managed_e2b.local.templates import Settings
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -162,6 +166,26 @@ async def test_a_filesystem_pause_is_a_reboot(make: Make) -> None:
         await box.connect(timeout=60)
     assert await out(box, "ls") == "\n".join([*(f"round-{number}" for number in range(5)), "state"])
     assert await box.kill()
+
+
+async def test_what_the_template_starts_runs_in_each_copy_and_after_each_boot(
+    make: Make, server: LocalServer, options: dict[str, Any]
+) -> None:
+    settings = Settings(start_cmd="echo x >> ~/starts; exec sleep 1000", ready_cmd="pgrep -x sleep")
+    inside = await server.registry.create(SandboxSpec("base", "base", 60, settings=settings))
+    box = await AsyncSandbox.connect(inside.sandbox_id, **options)
+    (fork,) = await box.fork(timeout=60)
+    assert isinstance(fork, AsyncSandbox)
+    assert await box.pause(mode="filesystem")
+    await box.connect(timeout=60)
+    for each in (box, fork):
+        assert await out(each, "wc -l < starts; pgrep -xc sleep") == "2\n1"
+    assert await box.pause(mode="filesystem")
+    inside.spec = replace(inside.spec, settings=replace(settings, start_cmd="exit 3"))
+    await box.connect(timeout=60)
+    assert await out(box, "wc -l < starts") == "2", "it runs, also when that fails"
+    failure = next(line for line in inside.logbook if line.level is Level.ERROR)
+    assert "did not get ready" in failure.message
 
 
 async def test_a_full_pause_keeps_the_boot_and_a_reboot_gives_it_up(make: Make) -> None:
