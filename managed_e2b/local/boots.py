@@ -24,14 +24,12 @@ class Boots:
         envd: EnvdFactory,
         ways: Ways,
         tasks: Tasks,
-        sizes: Sizes,
         on_death: Callable[[Sandbox, Guest], None],
     ) -> None:
         self._runtime = runtime
         self._envd = envd
         self._ways = ways
         self._tasks = tasks
-        self._sizes = sizes
         self._on_death = on_death
 
     async def guest(self, sandbox_id: str, spec: SandboxSpec, image: str | None = None) -> Guest:
@@ -41,7 +39,7 @@ class Boots:
         made here, or the sandbox shall reach what none here reaches.
         """
         try:
-            guest = await self._runtime.create(sandbox_id, GuestSpec(image or spec.image, self._limits(spec)))
+            guest = await self._runtime.create(sandbox_id, GuestSpec(image=image or spec.image))
         except KeyError as error:
             raise ApiError(404, f"template '{spec.template_id}' not found") from error
         except ImageUnavailable as error:
@@ -54,13 +52,6 @@ class Boots:
             await guest.kill()
             raise
         return guest
-
-    def _limits(self, spec: SandboxSpec) -> Limits:
-        return self._sizes.limits(spec.cpu_count, spec.memory_mb)
-
-    def size(self, spec: SandboxSpec) -> Size:
-        """What a sandbox like that can use here."""
-        return shown(self._limits(spec), self._runtime.enforced)
 
     async def bring_up(self, guest: Guest, spec: SandboxSpec) -> asyncio.Task[None] | None:
         """Run what its template starts, until it is ready. The start command, if there is one, that goes on running.
