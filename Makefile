@@ -28,8 +28,9 @@ check: venv  ## lint, format, types, import contracts, generated docs
 	@$(BIN)/lint-imports
 	@$(BIN)/python tools/docs.py --check
 
-bench: venv  ## how long the main job takes, and what the manager adds to the bare SDK
+bench: venv  ## how long the main job takes, what the manager adds to the bare SDK, and how fast the local server is
 	@$(BIN)/python bench/main_job.py $(ARGS)
+	@$(BIN)/python bench/local.py $(ARGS)
 
 soak: venv  ## many processes, faults, SIGKILLs: what leaks (make soak ARGS="--seconds 600")
 	@$(BIN)/python bench/soak.py $(ARGS)

@@ -52,3 +52,12 @@ def test_the_benchmark_measures_both_ways() -> None:
     figures = json.loads(done.stdout)
     assert {one["count"] for one in figures["measured"].values()} == {2}
     assert len(figures["added by me2b to"]) == 2
+
+
+def test_the_benchmark_of_the_local_server_measures_one_and_many() -> None:
+    done = run("bench/local.py", "--count", "1", "--alive", "3", "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    figures = json.loads(done.stdout)
+    assert all(one["least"] > 0 for one in figures["measured"].values())
+    assert {"pause", "resume", "a command in each of 3 alive"} <= set(figures["measured"])
+    assert figures["idle"]["processes"] >= 1
