@@ -88,7 +88,8 @@ class Stream:
             return await self._pick_up(error)
         except BackendError as error:
             self.may_run = False  # it was refused
-            if not isinstance(error, RateLimitedError) and (broken := await self._broken()) is not None:
+            is_asked = self._engine.is_ours() and not isinstance(error, RateLimitedError)  # a forked child asks nobody
+            if is_asked and (broken := await self._broken()) is not None:
                 raise broken from error
             raise
 
