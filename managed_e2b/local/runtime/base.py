@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from managed_e2b.local.runtime.library import Library
 from managed_e2b.local.runtime.limits import NO_LIMITS, Enforced, Limits
+from managed_e2b.local.runtime.volumes import Mount, Volumes
 
 
 class RuntimeUnavailable(Exception):
@@ -81,6 +82,7 @@ class GuestSpec:
 
     image: str = "base"
     limits: Limits = NO_LIMITS
+    mounts: tuple[Mount, ...] = ()
 
 
 PLAIN = GuestSpec()
@@ -216,6 +218,11 @@ class Runtime(Protocol):
         ...
 
     @property
+    def volumes(self) -> Volumes:
+        """What sandboxes can share. Once started."""
+        ...
+
+    @property
     def enforced(self) -> Enforced:
         """Which limits of a sandbox this host keeps. Once started."""
         ...
@@ -227,7 +234,8 @@ class Runtime(Protocol):
     async def create(self, sandbox_id: str, spec: GuestSpec = PLAIN) -> Guest:
         """A new sandbox, ready for commands.
 
-        Raises RuntimeUnavailable, KeyError for an unknown image, ImageUnavailable for one that cannot be made.
+        Raises RuntimeUnavailable, KeyError for an unknown image, ImageUnavailable for one that cannot be made, and
+        MountFailed.
         """
         ...
 

@@ -14,11 +14,11 @@ import os
 import re
 import resource
 from collections.abc import Callable, Coroutine
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from managed_e2b.local.runtime import bwrap, doctor
+from managed_e2b.local.runtime import bwrap, channel, doctor, layers
 from managed_e2b.local.runtime.base import PLAIN, GuestGone, GuestSpec, Recipe, RuntimeUnavailable
 from managed_e2b.local.runtime.ground import Ground
 from managed_e2b.local.runtime.guest import BubblewrapGuest
@@ -31,6 +31,8 @@ from managed_e2b.local.runtime.recipes import Recipes
 from managed_e2b.local.runtime.shelf import Shelf
 from managed_e2b.local.runtime.shelf_library import MOST_BYTES, ShelfLibrary
 from managed_e2b.local.runtime.spawners import Spawners
+from managed_e2b.local.runtime.volume_store import VolumeStore
+from managed_e2b.local.runtime.volumes import MountFailed
 
 _log = logging.getLogger(__name__)
 _SANDBOX_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
@@ -51,6 +53,7 @@ class BubblewrapRuntime:
         self._images = ImageStore(lambda: self.spawner_link, lambda: self._ground.view)
         self._recipes = Recipes(self._ground, self._images)
         self._library: ShelfLibrary | None = None
+        self._volumes = VolumeStore(lambda: self.spawner_link, self._ground)
         self._guests: dict[str, BubblewrapGuest] = {}
         self._launching: dict[str, asyncio.Task[BubblewrapGuest]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -93,6 +96,7 @@ class BubblewrapRuntime:
         try:
             self._images.add(BASE, await self._ground.lay(await self._spawners.start(), program))
             self._library = self._open_library()
+            await self._library.tidy()
             self._spawners.replace_from_now_on()
         except GuestGone as error:
             await self.close()
@@ -114,6 +118,10 @@ class BubblewrapRuntime:
         if self._library is None:
             raise RuntimeUnavailable("the runtime is not started")
         return self._library
+
+    @property
+    def volumes(self) -> VolumeStore:
+        return self._volumes
 
     # -- sandboxes ---------------------------------------------------------------------------------------------------
 
@@ -153,12 +161,15 @@ class BubblewrapRuntime:
             raise
 
     async def _launch(self, spawner: SpawnerLink, sandbox_id: str, image: Image, spec: GuestSpec) -> BubblewrapGuest:
-        layout = self._ground.layout(sandbox_id, image)
+        volumes = [mount.path for mount in spec.mounts]
+        layout = replace(self._ground.layout(sandbox_id, image), volumes=volumes)
+        mounts = await self._volumes.mounts(spawner, spec.mounts)
         directory = f"{layout.home}/{layout.top}"
         try:
             async with asyncio.timeout(_LAUNCH_SECONDS):
                 reply = await spawner.call(
                     "launch",
+                    mounts,
                     sandbox=sandbox_id,
                     argv=self._ground.command_line(layout),
                     layout=asdict(layout),
@@ -168,7 +179,11 @@ class BubblewrapRuntime:
             with contextlib.suppress(GuestGone, OperationFailed):
                 await spawner.call("bury", sandbox=sandbox_id, directory=directory)
             detail = error.message if isinstance(error, OperationFailed) else f"not ready after {_LAUNCH_SECONDS} s"
+            if detail.startswith(f"{layers.VOLUME_STEP}: "):
+                raise MountFailed(detail) from error
             raise RuntimeUnavailable(f"a sandbox did not start ({detail}): {doctor.explain_launch(detail)}") from error
+        finally:
+            channel.close_all(mounts)
         guest = BubblewrapGuest(
             sandbox_id,
             directory,
@@ -228,6 +243,8 @@ class BubblewrapRuntime:
             await self._recipes.settled()
             if self._library is not None:
                 await self._library.settled()
+                with contextlib.suppress(GuestGone, RuntimeUnavailable):  # the next server here does it
+                    await self._library.tidy()
             await self._images.settled()
         finally:
             spawner = self._spawners.retire()

@@ -45,26 +45,32 @@ def become_sandbox(
     pipes: LaunchPipes,
     parent: int,
     confinement: Confinement,
+    volumes: Sequence[int] = (),
 ) -> None:
-    """Never returns on success. A failure is told on the status pipe, as bubblewrap tells its own."""
+    """Never returns on success. A failure is told on the status pipe, as bubblewrap tells its own.
+
+    `volumes`: see `layers.mount`.
+    """
     children.detach_signals()
     os.setsid()
     os.umask(0o022)
+    status = pipes.status_writer
     try:
-        _arrange(pipes)
+        volumes = _arrange(pipes, volumes)
+        status = READY_FD
         with children.step("limits"):
             confinement.make()
         enter_new(spec, owner, confinement.most_processes)
-        _exec_bubblewrap(layout, argv, parent)
+        _exec_bubblewrap(layout, argv, parent, volumes)
     except OSError as error:
         where = getattr(error, "step", "launch")
-        os.write(pipes.status_writer, f"{where}: {error.strerror or error}"[:_MAX_TEXT].encode())
+        os.write(status, f"{where}: {error.strerror or error}"[:_MAX_TEXT].encode())
 
 
-def _exec_bubblewrap(layout: Layout, argv: Sequence[str], parent: int) -> NoReturn:
+def _exec_bubblewrap(layout: Layout, argv: Sequence[str], parent: int, volumes: Sequence[int]) -> NoReturn:
     with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
         children.write_text("/proc/self/oom_score_adj", str(FIRST_OOM_SCORE))
-    layers.mount(layout)
+    layers.mount(layout, volumes)
     linux.die_with_parent(signal.SIGKILL)  # after the change of ids, which clears it
     if os.getppid() != parent:
         os._exit(1)
@@ -74,15 +80,17 @@ def _exec_bubblewrap(layout: Layout, argv: Sequence[str], parent: int) -> NoRetu
         os.execve(argv[0], list(argv), {})
 
 
-def _arrange(pipes: LaunchPipes) -> None:
-    """Give the pipes their numbers, make the status pipe stderr too, and close everything else."""
+def _arrange(pipes: LaunchPipes, volumes: Sequence[int]) -> list[int]:
+    """Give the pipes their numbers, make the status pipe stderr too, and close everything else but the volumes."""
     null = os.open("/dev/null", os.O_RDWR)
     wanted = {0: null, 1: null, 2: pipes.status_writer, LIFE_FD: pipes.life_reader, READY_FD: pipes.status_writer}
     wanted[INFO_FD] = pipes.info_writer
     high = {target: _duplicate_above(fd, 64) for target, fd in wanted.items()}
+    kept = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 64) for fd in volumes]
     for target, fd in high.items():
         os.dup2(fd, target, inheritable=True)
-    children.keep_only([LIFE_FD, READY_FD, INFO_FD])
+    children.keep_only([LIFE_FD, READY_FD, INFO_FD, *kept])
+    return kept
 
 
 def _offer(number: int, text: bytes) -> None:

@@ -8,17 +8,21 @@ Standard library only; `mount` runs in a fork of the spawner.
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from managed_e2b.local.runtime import children, linux
 
+VOLUME_STEP = "volume"
+"""What a failure to mount a volume is told with."""
+
 
 @dataclass(frozen=True)
 class Layout:
     """Paths are relative to `home`, lower layers topmost first. `usr`: what lies over the host's /usr; None: the root
-    has its own. `memory`: changes are kept in a tmpfs of its own.
+    has its own. `memory`: changes are kept in a tmpfs of its own. `volumes`: absolute paths inside at which some are.
     """
 
     home: str
@@ -26,6 +30,7 @@ class Layout:
     root: Sequence[str]
     usr: Sequence[str] | None
     memory: bool
+    volumes: Sequence[str] = ()
 
     @property
     def top(self) -> str:
@@ -57,8 +62,11 @@ def options(lower: Sequence[str], upper: str) -> str:
     return f"lowerdir={':'.join(lower)},upperdir={upper},workdir={upper}-work,userxattr,volatile"
 
 
-def mount(layout: Layout) -> None:
-    """Mount both overlays in a new mount namespace, as root of the sandbox's user namespace. Raises StepError."""
+def mount(layout: Layout, volumes: Sequence[int] = ()) -> None:
+    """Mount both overlays in a new mount namespace, as root of the sandbox's user namespace, and in them its volumes.
+
+    `volumes`: mounts that are mounted nowhere yet, as many as `layout.volumes`. Raises StepError.
+    """
     with children.step("prepare directories"):
         os.chdir(layout.home)
         os.mkdir(layout.top)
@@ -72,3 +80,19 @@ def mount(layout: Layout) -> None:
             for directory in (upper, f"{upper}-work", f"{upper}-merged"):
                 os.mkdir(directory)
             linux.mount("overlay", f"{upper}-merged", "overlay", linux.MS_NODEV, options(lower, upper))
+    with children.step(VOLUME_STEP):
+        _mount_volumes(layout, volumes)
+
+
+def _mount_volumes(layout: Layout, volumes: Sequence[int]) -> None:
+    """What lies there already is the image's: a link in it could lead anywhere, and so none is followed."""
+    for path, tree in zip(layout.volumes, volumes, strict=True):
+        place = os.open(layout.merged_root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        for name in path.strip("/").split("/"):
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(name, 0o755, dir_fd=place)
+            parent, place = place, linux.open_directory_beneath(place, name)
+            os.close(parent)
+        linux.move_mount(tree, place)
+        os.close(place)
+        os.close(tree)

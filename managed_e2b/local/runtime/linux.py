@@ -27,7 +27,19 @@ MS_REC = 0x4000
 MS_PRIVATE = 0x40000
 
 LAST_DESCRIPTOR = 2**32 - 1
-_CLOSE_RANGE = 436  # the same on every architecture; os.closerange may be a loop over all numbers
+# These have the same number on every architecture. os.closerange may be a loop over all numbers.
+_OPEN_TREE = 428
+_MOVE_MOUNT = 429
+_CLOSE_RANGE = 436
+_OPENAT2 = 437
+
+_AT_FDCWD = -100
+_OPEN_TREE_CLONE = 1
+_MOVE_MOUNT_F_EMPTY_PATH = 0x4
+_MOVE_MOUNT_T_EMPTY_PATH = 0x40
+_RESOLVE_NO_MAGICLINKS = 0x2
+_RESOLVE_NO_SYMLINKS = 0x4
+_RESOLVE_BENEATH = 0x8
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_DUMPABLE = 4
@@ -99,6 +111,31 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str = ""
         ),
         f"mount {target}",
     )
+
+
+def clone_mount(path: str) -> int:
+    """A copy of the mount at `path`, or of a directory of it, which is mounted nowhere yet: a descriptor."""
+    flags = _OPEN_TREE_CLONE | os.O_CLOEXEC
+    fd: int = _libc.syscall(_OPEN_TREE, ctypes.c_int(_AT_FDCWD), ctypes.c_char_p(os.fsencode(path)), flags)
+    _check(fd, os.path.basename(path))
+    return fd
+
+
+def move_mount(tree: int, directory: int) -> None:
+    """Mount what `clone_mount` gave on an open directory."""
+    flags = _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH
+    empty = ctypes.c_char_p(b"")
+    _check(_libc.syscall(_MOVE_MOUNT, ctypes.c_int(tree), empty, ctypes.c_int(directory), empty, flags), "move_mount")
+
+
+def open_directory_beneath(top: int, path: str) -> int:
+    """Open a directory below an open one, with no link on the way (ELOOP): a descriptor of its path alone."""
+    flags = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+    how = struct.pack("QQQ", flags, 0, _RESOLVE_BENEATH | _RESOLVE_NO_SYMLINKS | _RESOLVE_NO_MAGICLINKS)
+    name = ctypes.c_char_p(os.fsencode(path))
+    fd: int = _libc.syscall(_OPENAT2, ctypes.c_int(top), name, ctypes.c_char_p(how), ctypes.c_size_t(len(how)))
+    _check(fd, path)
+    return fd
 
 
 def _prctl(option: int, value: int) -> None:

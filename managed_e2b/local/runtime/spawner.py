@@ -29,6 +29,11 @@ served.
 | measure | directory | bytes on disk of what is in it |
 | unpack | directory (made), bounds (`unpack.Bounds`); + archive | see `unpack.unpack` |
 | remove | directory | |
+| open_room | store, scratch, overlay | (see `volume_rooms`: once, before the next four) |
+| create_volume | volume | |
+| remove_volume | volume | |
+| mount_volumes | volumes | ; mounts for `launch`, one for each |
+| volume | volume, operation, args | as that operation of `volume_ops` |
 | bury | sandbox, directory | once nothing of it runs, its directory and its control groups are removed |
 | remove_groups | directories | how many sandboxes had groups there |
 
@@ -60,6 +65,7 @@ from managed_e2b.local.runtime import (
     look,
     netlink,
     upkeep,
+    volume_rooms,
 )
 from managed_e2b.local.runtime.cgroups import Tree
 from managed_e2b.local.runtime.confine import Confinement
@@ -68,6 +74,7 @@ from managed_e2b.local.runtime.launch import LaunchPipes
 from managed_e2b.local.runtime.launcher import Launching, Sandbox
 from managed_e2b.local.runtime.layers import Layout
 from managed_e2b.local.runtime.userns import OWNERS, MapSpec
+from managed_e2b.local.runtime.volume_rooms import Room
 
 _END_SECONDS = 2.0  # for the control groups of sandboxes whose processes are being killed
 
@@ -88,6 +95,7 @@ class Spawner:
         self._spec: MapSpec | None = None
         self._trees: list[Tree] = []
         self._turns = itertools.count(int.from_bytes(os.urandom(2)))  # so that two servers do not share owners
+        self._room: Room | None = None
         self._maintenance = -1  # a user namespace with the sandboxes' id map, to build and remove their files in
 
     def run(self) -> None:
@@ -270,7 +278,7 @@ class Spawner:
         info_reader, info_writer = os.pipe2(os.O_CLOEXEC)
         pipes, parent = LaunchPipes(life_reader, status_writer, info_writer), os.getpid()
         owner = None if spec.owners is None else spec.owners + next(self._turns) % OWNERS
-        bwrap = children.fork(lambda: launch.become_sandbox(spec, owner, layout, argv, pipes, parent, confinement))
+        bwrap = children.fork(lambda: launch.become_sandbox(spec, owner, layout, argv, pipes, parent, confinement, fds))
         channel.close_all((life_reader, status_writer, info_writer))
         self._bwraps[bwrap] = name
         self._sandboxes[name] = Sandbox(bwrap, -1, confinement)
@@ -381,6 +389,42 @@ class Spawner:
         # Imported in the fork alone: it would make every other one larger. And before it is nobody on the host.
         self._maintain(request, work, before=lambda: import_module("managed_e2b.local.runtime.unpack"), keep=[archive])
 
+    def _open_room(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        maintenance, store, scratch, overlay = self._maintenance, args["store"], args["scratch"], bool(args["overlay"])
+
+        def opened(told: Told) -> None:
+            body, namespace = told
+            if namespace:
+                self._room = Room(os.dup(namespace[0]), f"{scratch}/all")
+            self._answer(request, body)
+
+        self._forks.fork(lambda report: volume_rooms.open_room(maintenance, store, scratch, overlay, report), opened)
+
+    def _in_room(self, request: int, work: Callable[[str, socket.socket], volume_rooms.Answer | None]) -> None:
+        maintenance, room = self._maintenance, self._room
+        if room is None:
+            raise BadRequest("no room for volumes")
+        self._forks.fork(
+            lambda report: volume_rooms.visit(maintenance, room, lambda told: work(room.top, told), report),
+            self._relay(request),
+        )
+
+    def _create_volume(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        name = _file_name(args["volume"])
+        self._in_room(request, lambda top, _: volume_rooms.create(f"{top}/{name}"))
+
+    def _remove_volume(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        name = _file_name(args["volume"])
+        self._in_room(request, lambda top, _: volume_rooms.remove(top, name))
+
+    def _mount_volumes(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        names = [_file_name(name) for name in args["volumes"]]
+        self._in_room(request, lambda top, _: volume_rooms.mounts([f"{top}/{name}" for name in names]))
+
+    def _volume(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
+        name, op, more = _file_name(args["volume"]), args["operation"], args["args"]
+        self._in_room(request, lambda top, report: volume_rooms.operate(f"{top}/{name}", op, more, report))
+
     def _remove(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         directory = args["directory"]
         self._maintain(request, lambda: upkeep.remove_tree(directory))
@@ -424,10 +468,21 @@ class Spawner:
         "keep": _keep,
         "measure": _measure,
         "unpack": _unpack,
+        "open_room": _open_room,
+        "create_volume": _create_volume,
+        "remove_volume": _remove_volume,
+        "mount_volumes": _mount_volumes,
+        "volume": _volume,
         "remove": _remove,
         "bury": _bury,
         "remove_groups": _remove_groups,
     }
+
+
+def _file_name(value: Any) -> str:
+    if not isinstance(value, str) or not value or "/" in value or "\0" in value or value.startswith("."):
+        raise BadRequest("the name of a volume")
+    return value
 
 
 def main(fd: int) -> None:
