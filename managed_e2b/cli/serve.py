@@ -18,6 +18,7 @@ from managed_e2b.cli.output import fail, message
 if TYPE_CHECKING:
     from managed_e2b.local.chaos.rules import Script
     from managed_e2b.local.server import LocalServer
+    from managed_e2b.local.sizes import Sizes
 
 DEFAULT_PORT = 7820
 DEFAULT_DOMAIN = "e2b.app"
@@ -64,6 +65,20 @@ def serve(
         float | None,
         typer.Option("--cache-size", min=0, metavar="GB", help="What builds keep for later ones, at most (20)."),
     ] = None,
+    cpus: Annotated[
+        float | None,
+        typer.Option("--sandbox-cpus", metavar="N", help="CPUs of a sandbox whose template does not say (2)."),
+    ] = None,
+    memory: Annotated[
+        int | None,
+        typer.Option("--sandbox-memory", metavar="MB", help="Memory of a sandbox whose template does not say (4096)."),
+    ] = None,
+    disk: Annotated[
+        int | None, typer.Option("--sandbox-disk", metavar="MB", help="What a sandbox may write (10240).")
+    ] = None,
+    pids: Annotated[
+        int | None, typer.Option("--sandbox-pids", metavar="N", help="Processes and threads of a sandbox (4096).")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Run the local E2B-compatible server until Ctrl-C or SIGTERM; its sandboxes end with it.
@@ -74,6 +89,8 @@ def serve(
     `https://<port>-<id>.<domain>` works; the authority that signs for them is this user's own, kept in the state
     directory and good for that domain alone. With --chaos whoever has the key can make it fail on purpose
     (docs/testing.md): for tests only.
+
+    `me2b doctor` tells which of the --sandbox-... limits this host enforces.
     """
     try:
         from managed_e2b.local.server import run_server
@@ -94,6 +111,7 @@ def serve(
             internet=internet,
             registry_mirrors=_mirrors(registry_mirror or []),
             cache_bytes=None if cache_size is None else int(cache_size * 10**9),
+            sizes=_sizes(cpus=cpus, memory_mb=memory, disk_mb=disk, pids=pids),
             announce=_print_ready if as_json else _tell_ready,
         )
     except ValueError as error:
@@ -102,6 +120,15 @@ def serve(
         if error.errno == errno.EADDRINUSE:
             fail(f"port {port} is taken: choose another with --port, or --port 0 for a free one")
         fail(f"the server cannot run: {error}")
+
+
+def _sizes(**given: float | None) -> Sizes:
+    from managed_e2b.local.sizes import Sizes
+
+    try:
+        return Sizes(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
+    except ValueError as error:
+        fail(f"--sandbox-...: {error}")
 
 
 def _mirrors(given: list[str]) -> dict[str, str]:

@@ -11,6 +11,8 @@ from managed_e2b.local.logbook import Level, Logbook
 from managed_e2b.local.model import EnvdApp, EnvdFactory, Sandbox, SandboxSpec
 from managed_e2b.local.network.ways import Ways
 from managed_e2b.local.runtime.base import Guest, GuestSpec, ImageUnavailable, Runtime, RuntimeUnavailable
+from managed_e2b.local.runtime.limits import Limits
+from managed_e2b.local.sizes import Size, Sizes, shown
 from managed_e2b.local.starting import StartFailed, start_template, tell_end
 from managed_e2b.local.tasks import Tasks
 
@@ -24,12 +26,14 @@ class Boots:
         envd: EnvdFactory,
         ways: Ways,
         tasks: Tasks,
+        sizes: Sizes,
         on_death: Callable[[Sandbox, Guest], None],
     ) -> None:
         self._runtime = runtime
         self._envd = envd
         self._ways = ways
         self._tasks = tasks
+        self._sizes = sizes
         self._on_death = on_death
 
     async def guest(self, sandbox_id: str, spec: SandboxSpec, image: str | None = None) -> Guest:
@@ -39,7 +43,7 @@ class Boots:
         made here, or the sandbox shall reach what none here reaches.
         """
         try:
-            guest = await self._runtime.create(sandbox_id, GuestSpec(image=image or spec.image))
+            guest = await self._runtime.create(sandbox_id, GuestSpec(image or spec.image, self._limits(spec)))
         except KeyError as error:
             raise ApiError(404, f"template '{spec.template_id}' not found") from error
         except ImageUnavailable as error:
@@ -52,6 +56,13 @@ class Boots:
             await guest.kill()
             raise
         return guest
+
+    def _limits(self, spec: SandboxSpec) -> Limits:
+        return self._sizes.limits(spec.cpu_count, spec.memory_mb)
+
+    def size(self, cpu_count: int | None, memory_mb: int | None) -> Size:
+        """What a sandbox can use here whose template asks for this."""
+        return shown(self._sizes.limits(cpu_count, memory_mb), self._runtime.enforced)
 
     async def bring_up(self, guest: Guest, spec: SandboxSpec) -> asyncio.Task[None] | None:
         """Run what its template starts, until it is ready. The start command, if there is one, that goes on running.

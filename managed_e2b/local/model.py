@@ -19,6 +19,7 @@ from managed_e2b.local.lifetime import Lifetime
 from managed_e2b.local.logbook import Logbook
 from managed_e2b.local.network.policy import OPEN, Policy
 from managed_e2b.local.runtime.base import Guest
+from managed_e2b.local.sizes import Size
 from managed_e2b.local.templates import NO_SETTINGS, Settings
 
 ENVD_PORT = 49983
@@ -69,7 +70,7 @@ SHOWN: Mapping[State, str | None] = {
 @dataclass(frozen=True)
 class SandboxSpec:
     """What a sandbox was asked to be. `timeout` in seconds; `image` is the runtime's name of its files,
-    `settings` its template's.
+    `settings`, `cpu_count` and `memory_mb` are its template's, None: what the server gives.
     """
 
     template_id: str
@@ -77,6 +78,8 @@ class SandboxSpec:
     timeout: int
     image: str = "base"
     settings: Settings = NO_SETTINGS
+    cpu_count: int | None = None
+    memory_mb: int | None = None
     secure: bool = True
     metadata: Mapping[str, str] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)
@@ -118,6 +121,7 @@ class Sandbox:
     guest: Guest
     envd: EnvdApp
     lifetime: Lifetime
+    size: Size
     state: State = State.RUNNING
     transition: asyncio.Lock = field(default_factory=asyncio.Lock)
     """Held while it is being paused, resumed or copied. A kill never waits for it."""

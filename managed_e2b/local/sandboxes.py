@@ -30,6 +30,7 @@ from managed_e2b.local.network.policy import Policy
 from managed_e2b.local.network.ways import Ways
 from managed_e2b.local.pauses import Pauses, stream_cut
 from managed_e2b.local.runtime.base import Guest, Runtime
+from managed_e2b.local.sizes import Asked, Size, Sizes
 from managed_e2b.local.tasks import Tasks
 
 log = logging.getLogger(__name__)
@@ -55,9 +56,15 @@ class SandboxRegistry:
     """
 
     def __init__(
-        self, runtime: Runtime, envd: EnvdFactory, *, clock: Clock | None = None, no_way_out: str | None = None
+        self,
+        runtime: Runtime,
+        envd: EnvdFactory,
+        *,
+        clock: Clock | None = None,
+        no_way_out: str | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
-        """`no_way_out`: why sandboxes shall reach nothing outside, when so."""
+        """`no_way_out`: why sandboxes shall reach nothing outside, when so. `sizes`: what a sandbox gets."""
         self._clock = clock or SystemClock()
         self._sandboxes: dict[str, Sandbox] = {}
         self._past: OrderedDict[str, Logbook] = OrderedDict()
@@ -70,7 +77,7 @@ class SandboxRegistry:
         self._tasks = Tasks()
         self._timetable = Timetable(self._clock, self.expire_due)
         self._ways = Ways(self._tasks, no_way_out)
-        self._boots = Boots(runtime, envd, self._ways, self._tasks, self._on_death)
+        self._boots = Boots(runtime, envd, self._ways, self._tasks, sizes or Sizes(), self._on_death)
         self._copies = Copies(runtime, self.counters)
         self._pauses = Pauses(self._boots, self._copies, self._timetable, self._clock, self._tasks, self.counters)
         self._sampler = Sampler(self._subjects, self._clock)
@@ -104,6 +111,10 @@ class SandboxRegistry:
         if logbook is None:
             raise sandbox_not_found(sandbox_id)
         return logbook
+
+    def size(self, asked: Asked) -> Size:
+        """What a sandbox can use here for which this is asked."""
+        return self._boots.size(asked.cpu_count, asked.memory_mb)
 
     # --- create
 
@@ -164,6 +175,7 @@ class SandboxRegistry:
             guest=guest,
             envd=self._boots.envd(spec, guest, token, logbook),
             lifetime=Lifetime.begin(self._clock.read(), spec.timeout),
+            size=self.size(spec),
             logbook=logbook,
         )
         self._sandboxes[sandbox_id] = sandbox

@@ -25,6 +25,7 @@ from managed_e2b.local.gateway import Gateway
 from managed_e2b.local.model import EnvdFactory
 from managed_e2b.local.runtime.base import Runtime
 from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.sizes import Sizes
 from managed_e2b.local.templates import TemplateCatalog
 
 if TYPE_CHECKING:
@@ -49,8 +50,8 @@ class LocalServer:
     None: none ever, and nobody can ask for any. `tls_domain`: the sandboxes' domain, for which the server then answers
     https to whoever uses it as HTTPS proxy; None: plain HTTP only. `internet` False: no sandbox reaches anything
     outside, whatever it is made with. `registry_mirrors`: container registry → URL of what to pull from in its place.
-    `cache_bytes`: of what builds of templates keep for later ones (None: the runtime's choice). Nothing is done before
-    `start`.
+    `cache_bytes`: of what builds of templates keep for later ones (None: the runtime's choice). `sizes`: what a sandbox
+    gets whose template does not ask for anything else (None: `Sizes()`). Nothing is done before `start`.
     """
 
     def __init__(
@@ -67,7 +68,9 @@ class LocalServer:
         internet: bool = True,
         registry_mirrors: Mapping[str, str] | None = None,
         cache_bytes: int | None = None,
+        sizes: Sizes | None = None,
     ) -> None:
+        self._sizes = sizes
         self._cache_bytes = cache_bytes
         self._port = port
         self._data_dir = data_dir
@@ -115,7 +118,11 @@ class LocalServer:
         port = listener.getsockname()[1]
         self.url = f"http://{HOST}:{port}"
         self._registry = SandboxRegistry(
-            self._runtime, self._envd or _default_envd(), clock=self._clock, no_way_out=self._no_way_out
+            self._runtime,
+            self._envd or _default_envd(),
+            clock=self._clock,
+            no_way_out=self._no_way_out,
+            sizes=self._sizes,
         )
         protocol: type[BoundedProtocol] = BoundedProtocol
         if self._script is not None:
@@ -278,6 +285,7 @@ def run_server(
     internet: bool = True,
     registry_mirrors: Mapping[str, str] | None = None,
     cache_bytes: int | None = None,
+    sizes: Sizes | None = None,
     announce: Callable[[LocalServer], None] | None = None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, then kill all sandboxes and return: `me2b serve`.
@@ -296,6 +304,7 @@ def run_server(
         internet=internet,
         registry_mirrors=registry_mirrors,
         cache_bytes=cache_bytes,
+        sizes=sizes,
     )
     asyncio.run(_run(server, announce))
 

@@ -105,7 +105,8 @@ class Snapshots:
 
         def keep(sandbox: Sandbox, image: str) -> tuple[Snapshot, list[Build]]:
             # all of it without an await: the name may have been given to another while the files were copied
-            build = Build(str(uuid.uuid4()), image, self._clock.read().wall, _settings_of(sandbox, memory=memory))
+            settings, now = _settings_of(sandbox, memory=memory), self._clock.read().wall
+            build = Build(str(uuid.uuid4()), image, now, settings, sandbox.spec.cpu_count, sandbox.spec.memory_mb)
             template = None if alias is None else self._templates.find(alias)
             if template is None:
                 names = [] if alias is None else [alias]

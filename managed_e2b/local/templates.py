@@ -19,9 +19,6 @@ from managed_e2b.local.errors import ApiError, bad_request
 
 DEFAULT_TAG = "default"
 DEFAULT_USER = "user"
-CPU_COUNT = 2
-MEMORY_MB = 512
-# Nominal sizes, as upstream's default template has them: the local sandboxes share the host's.
 
 _NAME = re.compile(r"(?:[a-z0-9_-]+/)?[a-z0-9_-]+")
 _TAG = re.compile(r"[a-z0-9_.-]+")
@@ -44,7 +41,7 @@ class Settings:
     `guarded`: port and path of requests that need the sandbox's access token, as those to its envd do.
     """
 
-    env: Mapping[str, str] = field(default_factory=dict)
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
     user: str = DEFAULT_USER
     workdir: str | None = None
     start_cmd: str | None = None
@@ -60,15 +57,16 @@ NO_SETTINGS = Settings()
 class Build:
     """One state of a template. `image` is the runtime's name of its files, and belongs to this build alone.
 
-    `key` tells what it was made of, for the cache of builds.
+    `key` tells what it was made of, for the cache of builds. `cpu_count` and `memory_mb` are for each of its sandboxes;
+    None: what the server gives (`sizes.Sizes`).
     """
 
     build_id: str
     image: str
     created_at: datetime = _BEGINNING
     settings: Settings = NO_SETTINGS
-    cpu_count: int = CPU_COUNT
-    memory_mb: int = MEMORY_MB
+    cpu_count: int | None = None
+    memory_mb: int | None = None
     key: str | None = None
 
 

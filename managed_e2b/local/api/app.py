@@ -55,7 +55,7 @@ def control_plane(
             *SandboxApi(registry, templates, clock, domain).routes(),
             *NetworkApi(registry).routes(),
             *SnapshotApi(registry, templates, snapshots, domain).routes(),
-            *TemplateApi(builds, templates, snapshots, clock).routes(),
+            *TemplateApi(builds, templates, snapshots, clock, registry.size).routes(),
             *OtherApi(registry, api_key).routes(),
             *(extension.routes() if extension is not None else ()),
         ],

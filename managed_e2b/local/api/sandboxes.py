@@ -93,6 +93,8 @@ class SandboxApi:
             timeout=lifetime.timeout_for_create(body.timeout, default_timeout),
             image=found.build.image,
             settings=found.build.settings,
+            cpu_count=found.build.cpu_count,
+            memory_mb=found.build.memory_mb,
             secure=secure,
             metadata=body.metadata or {},
             env_vars=body.env_vars or {},

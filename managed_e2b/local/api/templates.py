@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Any
 
 from starlette.requests import ClientDisconnect, Request
@@ -16,6 +17,7 @@ from managed_e2b.local.builds.model import PAGE, Level, Plan, Status
 from managed_e2b.local.builds.service import Builds
 from managed_e2b.local.clock import Clock, rfc3339
 from managed_e2b.local.errors import ApiError, bad_request
+from managed_e2b.local.sizes import Asked, Size
 from managed_e2b.local.snapshots import Snapshots
 from managed_e2b.local.templates import BASE_ID, TemplateCatalog, check_tags, split_reference
 
@@ -23,7 +25,17 @@ _MAX_NUMBER = 10**9
 
 
 class TemplateApi:
-    def __init__(self, builds: Builds, templates: TemplateCatalog, snapshots: Snapshots, clock: Clock) -> None:
+    """`size`: what a sandbox gets for what a build asks."""
+
+    def __init__(
+        self,
+        builds: Builds,
+        templates: TemplateCatalog,
+        snapshots: Snapshots,
+        clock: Clock,
+        size: Callable[[Asked], Size],
+    ) -> None:
+        self._size = size
         self._builds = builds
         self._templates = templates
         self._snapshots = snapshots
@@ -145,11 +157,11 @@ class TemplateApi:
     # --- what there is
 
     async def list(self, request: Request) -> Response:
-        return JSONResponse([views.template(item) for item in self._templates if item.kind == "template"])
+        return JSONResponse([views.template(item, self._size) for item in self._templates if item.kind == "template"])
 
     async def get(self, request: Request) -> Response:
         template, _ = self._templates.get(request.path_params["id"])
-        return JSONResponse(views.template_with_builds(template))
+        return JSONResponse(views.template_with_builds(template, self._size))
 
     async def alias(self, request: Request) -> Response:
         reference = request.path_params["alias"]

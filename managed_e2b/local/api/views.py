@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from managed_e2b.local.builds.model import Entry
@@ -9,10 +10,10 @@ from managed_e2b.local.clock import rfc3339
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.history import Sample
 from managed_e2b.local.model import CLIENT_ID, ENVD_VERSION, Sandbox
+from managed_e2b.local.sizes import Asked, Size
 from managed_e2b.local.snapshots import Snapshot
-from managed_e2b.local.templates import CPU_COUNT, MEMORY_MB, Template
+from managed_e2b.local.templates import BASE, Template
 
-DISK_MB = 10_240  # nominal, see `templates.CPU_COUNT`
 NO_BUILD = "00000000-0000-0000-0000-000000000000"
 
 
@@ -41,9 +42,7 @@ def listed(box: Sandbox) -> dict[str, Any]:
         "clientID": CLIENT_ID,
         "startedAt": rfc3339(box.lifetime.start.wall),
         "endAt": rfc3339(box.lifetime.end.wall),
-        "cpuCount": CPU_COUNT,
-        "memoryMB": MEMORY_MB,
-        "diskSizeMB": DISK_MB,
+        **_size(box.size),
         "state": box.shown_state,
         "envdVersion": ENVD_VERSION,
         "metadata": dict(box.spec.metadata),
@@ -69,6 +68,10 @@ def detail(box: Sandbox, domain: str) -> dict[str, Any]:
     if box.spec.network is not None:
         view["network"] = dict(box.spec.network)
     return view
+
+
+def _size(size: Size) -> dict[str, int]:
+    return {"cpuCount": size.cpu_count, "memoryMB": size.memory_mb, "diskSizeMB": size.disk_mb}
 
 
 def metric(sample: Sample) -> dict[str, Any]:
@@ -97,16 +100,15 @@ def snapshot(item: Snapshot) -> dict[str, Any]:
     return {"snapshotID": item.snapshot_id, "names": list(item.template.names)}
 
 
-def template(item: Template) -> dict[str, Any]:
-    """One item of the list of templates."""
+def template(item: Template, size: Callable[[Asked], Size]) -> dict[str, Any]:
+    """One item of the list of templates. `size`: what a sandbox gets for what a build asks."""
     builds = list(item.builds.values())
     build = builds[0] if builds else None
+    given = size(build or BASE)
     return {
         "templateID": item.template_id,
         "buildID": item.latest[0] if item.latest else build.build_id if build else NO_BUILD,
-        "cpuCount": build.cpu_count if build else CPU_COUNT,
-        "memoryMB": build.memory_mb if build else MEMORY_MB,
-        "diskSizeMB": DISK_MB,
+        **_size(given),
         "public": item.public,
         "aliases": list(item.names),
         "names": list(item.names),
@@ -121,9 +123,9 @@ def template(item: Template) -> dict[str, Any]:
     }
 
 
-def template_with_builds(item: Template) -> dict[str, Any]:
-    """The answer to a question for one template."""
-    view = template(item)
+def template_with_builds(item: Template, size: Callable[[Asked], Size]) -> dict[str, Any]:
+    """The answer to a question for one template. `size`: see `template`."""
+    view = template(item, size)
     shared = ("templateID", "public", "aliases", "names", "createdAt", "updatedAt", "lastSpawnedAt", "spawnCount")
     builds = [
         {
@@ -132,9 +134,7 @@ def template_with_builds(item: Template) -> dict[str, Any]:
             "createdAt": rfc3339(build.created_at),
             "updatedAt": rfc3339(build.created_at),
             "finishedAt": rfc3339(build.created_at),
-            "cpuCount": build.cpu_count,
-            "memoryMB": build.memory_mb,
-            "diskSizeMB": DISK_MB,
+            **_size(size(build)),
             "envdVersion": ENVD_VERSION,
         }
         for build in item.builds.values()

@@ -18,9 +18,7 @@ from managed_e2b.local.errors import ApiError, bad_request
 from managed_e2b.local.runtime.base import Guest, Runtime
 from managed_e2b.local.templates import (
     BASE_ID,
-    CPU_COUNT,
     DEFAULT_TAG,
-    MEMORY_MB,
     Build,
     Template,
     TemplateCatalog,
@@ -41,8 +39,8 @@ class BuildRecord:
     build_id: str
     template: Template
     tags: list[str]
-    cpu_count: int
-    memory_mb: int
+    cpu_count: int | None
+    memory_mb: int | None
     log: Log
     status: Status = Status.WAITING
     reason: BuildFailed | None = None
@@ -88,8 +86,8 @@ class Builds:
             str(uuid.uuid4()),
             template,
             tags or [DEFAULT_TAG],
-            cpu_count or CPU_COUNT,
-            memory_mb or MEMORY_MB,
+            cpu_count,
+            memory_mb,
             Log(self._clock),
         )
         template.latest = (record.build_id, record.status)

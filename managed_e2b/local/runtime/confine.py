@@ -30,7 +30,7 @@ class Confinement:
     def parse(cls, sandbox: str, trees: Sequence[Tree], limits: dict[str, Any]) -> Confinement:
         """Raises TypeError or ValueError for anything that is not a limit."""
         found = Limits(**limits)
-        values = (found.memory, found.cpus, found.pids, found.disk)
+        values = (found.memory, found.cpus, found.pids, found.disk, found.file)
         if not all(value is None or (isinstance(value, (int, float)) and value > 0) for value in values):
             raise ValueError("a limit must be positive")
         return cls(sandbox, trees, found)
@@ -57,9 +57,8 @@ class Confinement:
         self.limit_file_size()
 
     def limit_file_size(self) -> None:
-        """No file can be larger than the disk."""
-        if self.limits.disk is not None:
-            _lower(resource.RLIMIT_FSIZE, self.limits.disk)
+        if self.limits.file is not None:
+            _lower(resource.RLIMIT_FSIZE, self.limits.file)
 
     def freezer(self) -> str | None:
         """The directory of its group that can be frozen, if there is one."""

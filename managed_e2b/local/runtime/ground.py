@@ -10,7 +10,7 @@ import secrets
 import shutil
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +117,18 @@ class Ground:
             self._home, self.view = home, f"{top}/{home.name}"
             if place is None:
                 self.overlay = False
+                self._look_at_disk()
                 return
             check = (await spawner.call("check_overlay", directory=f"{self.view}/check")).value
             if check["ok"]:
+                self._look_at_disk()
                 return
             refused.append(f"{place}: {check['detail']}")
         raise RuntimeUnavailable(f"no place for sandboxes: {'; '.join(refused)}")
+
+    def _look_at_disk(self) -> None:
+        room = os.statvfs(self.home.path)
+        self.enforced = replace(self.enforced, disk_bytes=room.f_blocks * room.f_frsize)
 
     async def _remove_abandoned(self, spawner: SpawnerLink) -> None:
         for old in storage.abandoned(self.home.top):

@@ -11,13 +11,15 @@ class Limits:
     """Of one sandbox, all its processes together. None: no limit.
 
     `memory` in bytes, files in its /dev/shm included; `cpus` in cores' worth of time; `pids` counts processes and
-    threads; `disk` in bytes that it changes. What cannot be enforced on this host is `Enforced`'s to tell.
+    threads; `disk` in bytes of what it changes, `file` in bytes of one file. What cannot be enforced on this host is
+    `Enforced`'s to tell.
     """
 
     memory: int | None = None
     cpus: float | None = None
     pids: int | None = None
     disk: int | None = None
+    file: int | None = None
 
 
 NO_LIMITS = Limits()
@@ -25,11 +27,15 @@ NO_LIMITS = Limits()
 
 @dataclass(frozen=True)
 class Enforced:
-    """How this host keeps sandboxes to their limits. `missing` says, for people, why it does not keep others."""
+    """How this host keeps sandboxes to their limits. `missing` says, for people, why it does not keep others.
+
+    `disk_bytes`: the size of the filesystem that their files are in.
+    """
 
     controllers: frozenset[str] = frozenset()
     freezer: bool = False
     quota: bool = False
+    disk_bytes: int = 0
     missing: tuple[str, ...] = ()
 
     def kept(self, limits: Limits) -> Limits:
@@ -39,6 +45,7 @@ class Enforced:
             limits.cpus if "cpu" in self.controllers else None,
             limits.pids,
             limits.disk if self.quota else None,
+            limits.file,
         )
 
     def describe(self) -> str:

@@ -35,6 +35,7 @@ from managed_e2b.local.runtime.base import (
     Usage,
     User,
 )
+from managed_e2b.local.runtime.limits import Enforced
 from managed_e2b.local.server import LocalServer
 
 API_KEY = "e2b_" + "0" * 40
@@ -119,6 +120,8 @@ class FakeGuest:
 
 
 class FakeRuntime:
+    enforced = Enforced(frozenset({"memory", "cpu", "pids"}), disk_bytes=10240 * 1024 * 1024)
+
     def __init__(self) -> None:
         self.guests: list[FakeGuest] = []
         self.images = {"base": ""}
