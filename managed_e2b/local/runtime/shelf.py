@@ -70,6 +70,11 @@ class Shelf:
         self._made = True
 
     @property
+    def there(self) -> bool:
+        """Whether anything was ever kept here."""
+        return self._layers.is_dir()
+
+    @property
     def index(self) -> Path:
         self._open()
         return self._index

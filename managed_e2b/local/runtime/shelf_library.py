@@ -81,6 +81,12 @@ class ShelfLibrary:
         keeping.add_done_callback(self._tasks.discard)
         await asyncio.shield(keeping)  # what is half on the shelf is of no use to anybody
 
+    async def tidy(self) -> None:
+        """Take away what is kept beyond the limit. At the start and at the end, when nothing is made of our images."""
+        if self._shelf.there:
+            self._links.clear()
+            await self._make_room()
+
     async def settled(self) -> None:
         """Wait until nothing is being kept."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
