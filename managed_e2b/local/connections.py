@@ -79,9 +79,10 @@ class BoundedProtocol(H11Protocol):
 
 
 class Wire:
-    """The connection of a request that asks to leave HTTP: an `Upgrade`, or a `CONNECT`.
+    """The connection of the one request under way.
 
-    Only for the one request under way, when it has no body and nothing has been answered.
+    `streams` and `tunnel` leave HTTP, as an `Upgrade` or a `CONNECT` asks: only for a request without a body to which
+    nothing has been answered.
     """
 
     def __init__(self, protocol: BoundedProtocol) -> None:
@@ -124,6 +125,11 @@ class Wire:
             raise
         outer.connections.discard(outer)
         received.hand_over(transport, inner)
+
+    def cut(self) -> None:
+        """Break the answer off: what was sent still arrives, and then the connection ends before the answer does."""
+        self._protocol.cycle.disconnected = True  # for uvicorn: what is sent after this goes nowhere, and is no error
+        self._protocol.transport.close()
 
     def _take(self) -> tuple[asyncio.Transport, bytes]:
         """Take the connection from uvicorn, with what the client has sent already after the request."""

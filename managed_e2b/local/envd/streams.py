@@ -16,6 +16,8 @@ wake at once when it does:
   The iteration stops after `close()`. It raises after `close(error)`, `ConnectError(CANCELED)` when the client left and
   `ConnectError(UNAVAILABLE)` when the sandbox was killed, paused or died: never a clean end in these cases. What was
   put before is delivered first. The `with` blocks are left at once, also for a stream that has been silent for hours.
+  On the wire the sandbox's end is a connection that breaks off, as E2B resets the stream: only then do all SDKs ask
+  whether the sandbox is still there, and say that it was killed.
 
 * `attended(awaitable)`, for everything else that may take long in a handler: waits for it, cancels it and raises when
   the call has to end.
@@ -37,10 +39,13 @@ from connectrpc.errors import ConnectError
 from connectrpc.request import RequestContext
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from managed_e2b.local.connections import WIRE, Wire
+
 T = TypeVar("T")
 
 KEEPALIVE_HEADER = "keepalive-ping-interval"
 KEEPALIVE_DEFAULT = 90.0  # seconds, upstream's
+_END_OF_STREAM = b"\x02"  # the envelope's flags
 MAILBOX_LIMIT = 256 * 1024  # bytes a stream may have waiting before its producer has to stop
 
 
@@ -53,6 +58,11 @@ class Call:
     def end(self, error: ConnectError) -> None:
         if not self.ended.done():
             self.ended.set_result(error)
+
+    @property
+    def sandbox_gone(self) -> bool:
+        """Whether it has to end because its sandbox was killed, paused or died."""
+        return self.ended.done() and self.ended.result().code is Code.UNAVAILABLE
 
 
 _current: ContextVar[Call | None] = ContextVar("call", default=None)
@@ -76,6 +86,7 @@ class Calls:
         """Run one RPC of a connectrpc application as a `Call`."""
         call = Call()
         task = asyncio.current_task()
+        wire: Wire | None = scope.get("extensions", {}).get(WIRE)
         ahead: asyncio.Task[Message] | None = None
 
         async def look() -> Message:
@@ -96,6 +107,9 @@ class Calls:
             """Let no cancelled call say that it ended well."""
             if task is not None and task.cancelling():
                 raise asyncio.CancelledError
+            if wire is not None and call.sandbox_gone and _ends_stream(message):
+                wire.cut()
+                return
             await send(message)
 
         self._open.add(call)
@@ -107,6 +121,12 @@ class Calls:
             self._open.discard(call)
             if ahead is not None:
                 ahead.cancel()
+
+
+def _ends_stream(message: Message) -> bool:
+    """Whether it has the last envelope of a stream, in which the Connect protocol keeps the error."""
+    body: bytes = message.get("body", b"")
+    return message["type"] == "http.response.body" and body[:1] == _END_OF_STREAM
 
 
 class Mailbox(Generic[T]):

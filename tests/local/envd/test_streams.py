@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import http.client
+import json
+import struct
 from types import SimpleNamespace
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from connectrpc.code import Code
 from connectrpc.errors import ConnectError
+from e2b import Sandbox
 
+from managed_e2b.local.connections import WIRE
 from managed_e2b.local.envd.streams import Calls, Mailbox, attached, attended, keepalive_interval
 
 
@@ -171,3 +178,56 @@ async def test_a_cancelled_call_never_says_that_it_ended_well():
 def test_keepalive_interval(header: str | None, seconds: float):
     headers = {} if header is None else {"keepalive-ping-interval": header}
     assert keepalive_interval(SimpleNamespace(request_headers=headers)) == seconds  # type: ignore[arg-type]
+
+
+class CutWire:
+    """Stands for the connection; remembers that it was broken off."""
+
+    def __init__(self) -> None:
+        self.was_cut = False
+
+    def cut(self) -> None:
+        self.was_cut = True
+
+
+@pytest.mark.parametrize("gone", [True, False], ids=["its sandbox goes", "it fails by itself"])
+async def test_the_last_word_of_a_stream_is_kept_back_only_when_its_sandbox_goes(gone):
+    calls, exchange, wire = Calls(), Exchange(), CutWire()
+    event, last = b"\x00\x00\x00\x00\x02{}", b"\x02\x00\x00\x00\x02{}"
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        if gone:
+            calls.abort("it was killed")
+        for body in (event, last):
+            await send({"type": "http.response.body", "body": body, "more_body": body is event})
+
+    scope = {"type": "http", "extensions": {WIRE: wire}}
+    await calls.serve(app, scope, exchange.receive, exchange.send)
+    assert wire.was_cut is gone
+    assert [message.get("body") for message in exchange.sent] == ([None, event] if gone else [None, event, last])
+
+
+def test_a_stream_of_a_sandbox_that_is_killed_breaks_off(server):
+    """To a client that knows nothing of Connect: what was said before has arrived, and the answer has no end."""
+    sandbox = Sandbox.create(api_key=server.api_key, api_url=server.url, sandbox_url=server.url, timeout=60)
+    place = urlsplit(server.url)
+    connection = http.client.HTTPConnection(place.hostname, place.port, timeout=30)
+    message = json.dumps({"process": {"cmd": "sleep", "args": ["1000"]}}).encode()
+    headers = {
+        "Content-Type": "application/connect+json",
+        "Connect-Protocol-Version": "1",
+        "E2b-Sandbox-Id": sandbox.sandbox_id,
+        "E2b-Sandbox-Port": "49983",
+        "X-Access-Token": sandbox._envd_access_token,
+    }
+    with contextlib.closing(connection):
+        connection.request("POST", "/process.Process/Start", b"\0" + struct.pack(">I", len(message)) + message, headers)
+        answer = connection.getresponse()
+        assert answer.status == 200
+        flags, length = struct.unpack(">BI", answer.read(5))
+        assert (flags, "start" in json.loads(answer.read(length))["event"]) == (0, True)
+        assert sandbox.kill()
+        with pytest.raises(http.client.IncompleteRead) as broken:
+            answer.read()
+    assert broken.value.partial == b""
