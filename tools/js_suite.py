@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stand_ins import mirror
-from suite import Group, Test, checkout, clean, npm_environment, report, server
+from suite import Group, Test, checkout, clean, first_line, npm_environment, report, server
 
 SDK = "2.51.0"
 TOOLS = {"vitest": "^4.1.10", "msw": "^2.12.10", "dotenv": "^16.4.5", "error-stack-parser-es": "^2.0.1", "undici": "^7"}
@@ -125,12 +125,6 @@ def outcomes(results: Mapping[str, list[dict[str, object]]], directory: Path) ->
             reason = first_line(" ".join(one["failureMessages"]))
             found.append(Test(f"{where} > {one['fullName']}", outcome, reason))
     return found
-
-
-def first_line(message: str) -> str:
-    """What says most: the first line that is not a place in the code."""
-    lines = [line.strip() for line in message.splitlines()]
-    return next((line for line in lines if line and not line.startswith("at ")), message.strip())
 
 
 def run(wanted: Sequence[str], sdk: str = SDK) -> list[Group]:

@@ -149,7 +149,10 @@ def python_environment(name: str, requirements: Sequence[str], interpreter: str 
     directory, ready = cached(name, [interpreter, *requirements])
     if not ready:
         subprocess.run([interpreter, "-m", "venv", directory], check=True)
-        subprocess.run([directory / "bin" / "pip", "install", "-q", *requirements], check=True)
+        install = [directory / "bin" / "pip", "install", "-q", *requirements]
+        installed = subprocess.run(install, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
+        if installed.returncode:
+            sys.exit(f"pip could not install {' '.join(requirements)}:\n{installed.stderr}")
         complete(directory)
     return directory / "bin"
 
@@ -166,6 +169,12 @@ def npm_environment(name: str, packages: Mapping[str, str]) -> Path:
         subprocess.run(install, cwd=directory, check=True)
         complete(directory)
     return directory / "node_modules"
+
+
+def first_line(message: str) -> str:
+    """What says most: the first line that is not a place in the code."""
+    lines = [line.strip() for line in message.splitlines()]
+    return next((line for line in lines if line and not line.startswith("at ")), message.strip())
 
 
 def report(title: str, groups: Sequence[Group]) -> int:
