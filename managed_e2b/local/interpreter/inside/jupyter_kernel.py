@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import shlex
 import uuid
@@ -50,6 +51,8 @@ class JupyterKernel:
         self._client.start_channels(hb=False, stdin=False)
         await self._client.wait_for_ready(timeout=_START_SECONDS)
         self._readers = [asyncio.create_task(self._read_outputs()), asyncio.create_task(self._read_replies())]
+        for reader in self._readers:
+            reader.add_done_callback(self._on_silence)
 
     async def run(self, code: str, put: Callable[[Event], None]) -> None:
         await self._execute(code, put, silent=False)
@@ -97,6 +100,12 @@ class JupyterKernel:
         assert client is not None
         while True:
             await client.get_shell_msg()
+
+    def _on_silence(self, reader: asyncio.Task[None]) -> None:
+        """A kernel that cannot be heard any more is as good as dead."""
+        if not reader.cancelled() and (error := reader.exception()) is not None:
+            logging.error("a kernel's messages cannot be read: %r", error)
+        self._dead.set()
 
     def _on_death(self) -> None:
         self._forget_process()
