@@ -182,8 +182,7 @@ async def test_unknown_paths_and_methods(world):
 
 async def test_what_is_not_built_says_so(world):
     for method, path in [
-        ("POST", "/v3/templates"),
-        ("POST", "/templates/tags"),
+        ("POST", "/templates"),
         ("GET", "/volumes"),
         ("POST", "/secrets"),
     ]:
@@ -213,5 +212,4 @@ async def test_templates(world):
     assert (await world.api.get("/templates/aliases/base")).json() == {"templateID": "base", "public": False}
     assert (await world.api.get("/templates/aliases/nowhere")).status_code == 404
     assert (await world.api.get("/templates/aliases/no%20name")).status_code == 400
-    (template,) = (await world.api.get("/templates")).json()
-    assert template["aliases"] == ["base"]
+    assert ["base"] in [template["aliases"] for template in (await world.api.get("/templates")).json()]
