@@ -30,7 +30,7 @@ from managed_e2b.local.builds.model import (
     Step,
     StepKind,
 )
-from managed_e2b.local.builds.registry import PullError, Registries, RemoteImage
+from managed_e2b.local.builds.registry import PullError, Registries, RemoteImage, Unreachable
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.runtime.base import Guest, GuestError, GuestGone, ImageUnavailable, Runtime, RuntimeUnavailable
 from managed_e2b.local.runtime.library import Layer
@@ -117,15 +117,23 @@ class Builder:
             wanted = reference.parse(name)
         except ValueError as error:
             raise BuildFailed(BASE_STEP, f"invalid image '{name[:256]}': {error}") from error
-        remote = await self._registries.describe(wanted, self._plan.credentials)
-        text = f"image {remote.digest} {provision.version(one_id=self._one_id)}"
-        key = hashlib.sha256(text.encode()).hexdigest()
+        version = provision.version(one_id=self._one_id)
+        by_name = f"pulled {wanted} {version}"
+        try:
+            remote = await self._registries.describe(wanted, self._plan.credentials)
+        except Unreachable as error:
+            known = None if self._fresh else await self._recall(by_name, NO_SETTINGS)
+            if known is None:
+                raise
+            self._log.add(f"{error}: it is used as it was pulled before", level=Level.WARN, step=BASE_STEP)
+            return known
+        key = hashlib.sha256(f"image {remote.digest} {version}".encode()).hexdigest()
         cached = None if self._fresh else await self._recall(key, NO_SETTINGS)
         self._say(f"FROM {wanted}", BASE_STEP, "base", cached=cached is not None)
         if cached is not None:
             return cached
         stage = await self._provide(await self._pull(remote), remote, key)
-        await self._keep(stage)
+        await self._keep(stage, key, by_name)
         return stage
 
     async def _pull(self, remote: RemoteImage) -> str:
@@ -181,7 +189,8 @@ class Builder:
             return cached
         self._fresh = True  # what comes after is made of other files than it was
         made = replace(await self._execute(stage, number, step), key=key)
-        await self._keep(made)
+        if key is not None:
+            await self._keep(made, key)
         return made
 
     async def _execute(self, stage: Stage, number: int, step: Step) -> Stage:
@@ -315,13 +324,14 @@ class Builder:
         """What steps cannot change, a start command for one, stays as it was before."""
         image = self._new_name()
         note = await self._library.recall(key, image)
-        return None if note is None else Stage(image, replace(before, **note), key)
+        return None if note is None else Stage(image, replace(before, **note["settings"]), note["key"])
 
-    async def _keep(self, stage: Stage) -> None:
-        if stage.key is not None:
-            settings = stage.settings
-            note = {"env": dict(settings.env), "user": settings.user, "workdir": settings.workdir}
-            await self._library.keep(stage.image, stage.key, note)
+    async def _keep(self, stage: Stage, *keys: str) -> None:
+        """Let it be found by these keys."""
+        settings = stage.settings
+        note = {"env": dict(settings.env), "user": settings.user, "workdir": settings.workdir}
+        for key in keys:
+            await self._library.keep(stage.image, key, {"settings": note, "key": stage.key})
 
     async def _commit(self, guest: Guest) -> str:
         image = self._new_name()

@@ -16,6 +16,7 @@ COMMAND_SECONDS = 3600.0
 """As long as upstream lets a step run."""
 _CHUNK = 32 * 1024
 _LINE = 4096
+_CAPTURED = 256  # lines
 _EOF_GRACE = 0.2  # seconds after the exit for children to close the output
 
 ROOT = User("root", 0, 0, (0,), "/", "/bin/bash")
@@ -72,6 +73,11 @@ async def run(
 async def capture(guest: Guest, script: str, *, user: User, env: Mapping[str, str], login: bool = True) -> str:
     """What a script writes to stdout. Raises CommandFailed, with what it wrote to stderr."""
     lines: dict[str, list[str]] = {"stdout": [], "stderr": []}
+
+    def collect(stream: str, line: str) -> None:
+        if len(lines[stream]) < _CAPTURED:
+            lines[stream].append(line)
+
     try:
         await run(
             guest,
@@ -79,7 +85,7 @@ async def capture(guest: Guest, script: str, *, user: User, env: Mapping[str, st
             user=user,
             env=env,
             login=login,
-            output=lambda stream, line: lines[stream].append(line),
+            output=collect,
             seconds=60,
         )
     except CommandFailed as error:

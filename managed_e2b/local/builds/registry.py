@@ -6,6 +6,7 @@ Everything that comes from a registry is checked against the digest by which it 
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import hashlib
 import json
 import os
@@ -43,6 +44,10 @@ _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "armv7l": "arm", "i686"
 
 class PullError(Exception):
     """An image that cannot be had. The message is for whoever asked for it, and holds no secret."""
+
+
+class Unreachable(PullError):
+    """Nobody answers for the registry."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +120,21 @@ class Registries:
 
 
 async def _in_thread(work: Callable[[threading.Event], T]) -> T:
-    """Run blocking work; cancelled, it is told to stop, and nobody waits for that."""
+    """Run blocking work; cancelled, it is told to stop, and nobody waits for that.
+
+    In a thread of its own: a registry that does not answer must not hold up others, nor the end of the server.
+    """
     stop = threading.Event()
-    running = asyncio.ensure_future(asyncio.to_thread(work, stop))
+    done: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work(stop))
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="me2b-pull", daemon=True).start()
+    running = asyncio.wrap_future(done)
     try:
         return await asyncio.shield(running)
     except asyncio.CancelledError:
@@ -213,6 +230,6 @@ def _explained(reference: Reference | None, where: Endpoint | None) -> Iterator[
             raise PullError(f"{host} allows no more pulls now: log in, or use a mirror (--registry-mirror)") from error
         raise PullError(f"{host} answered {status} when asked for {what}") from error
     except requests.RequestException as error:
-        raise PullError(f"cannot reach {host} for {what} ({type(error).__name__})") from error
+        raise Unreachable(f"cannot reach {host} for {what} ({type(error).__name__})") from error
     except (dxf.DXFError, KeyError, TypeError, ValueError, AttributeError) as error:
         raise PullError(f"{host} described {what} in a way that is not understood ({type(error).__name__})") from error

@@ -82,6 +82,8 @@ class Builds:
             self._templates.add(template)
         elif template.template_id == BASE_ID:
             raise ApiError(403, f"template '{BASE_ID}' belongs to the server")
+        elif template.kind == "snapshot":
+            raise bad_request(f"'{name}' is the name of a snapshot")
         record = BuildRecord(
             str(uuid.uuid4()),
             template,

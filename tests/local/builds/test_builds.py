@@ -106,7 +106,7 @@ async def test_a_template_is_made_of_another_and_of_a_snapshot(world):
     assert await world.output(third, "cat three two") == "kept\none\n1\n"
 
 
-async def test_a_dockerfile(world, context):
+async def test_an_image_of_a_dockerfile_that_is_nowhere(world, context):
     template = AsyncTemplate(file_context_path=str(context)).from_dockerfile(
         "FROM e2b/none:1\nENV WHERE=/srv/app\nWORKDIR /srv/app\nCOPY app/ .\nRUN ls > listing\nUSER root\n"
     )

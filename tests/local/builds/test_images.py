@@ -73,6 +73,35 @@ async def test_what_was_pulled_outlives_the_server(registry, place):
     assert cached == [0, 2]
 
 
+async def test_a_registry_that_is_gone_is_not_needed_for_what_was_pulled(registry, place):
+    registry.push("library/offline", Image([ROOT]))
+    async with LocalServer(data_dir=place, registry_mirrors={"docker.io": f"http://{registry.host}"}) as server:
+        await World(server).build(AsyncTemplate().from_image("offline").run_cmd("true"), name())
+    async with LocalServer(data_dir=place, registry_mirrors={"docker.io": "http://127.0.0.1:1"}) as server:
+        world = World(server)
+        await world.build(AsyncTemplate().from_image("offline").run_cmd("true"), name())
+        assert world.said("it is used as it was pulled before")
+        assert len(world.said("CACHED [builder 1/1]")) == 1
+        with pytest.raises(BuildException, match=r"cannot reach 127\.0\.0\.1:1"):
+            await world.build(AsyncTemplate().from_image("offline").run_cmd("true"), name(), skip_cache=True)
+
+
+async def test_a_dockerfile(world, registry, tmp_path):
+    registry.push("library/docker", Image([ROOT]))
+    (tmp_path / "app").mkdir()
+    (tmp_path / "app" / "main.sh").write_text("echo main\n")
+    template = AsyncTemplate(file_context_path=str(tmp_path)).from_dockerfile(
+        "FROM docker\nARG NAME=x\nENV WHERE=/srv/$NAME\nWORKDIR /srv/x\nCOPY --chown=user app/ .\n"
+        "RUN ls > listing && id -un >> listing\nUSER user\n"
+    )
+    reference = name()
+    await world.build(template, reference)
+    script = "pwd; id -un; cat listing; echo $WHERE; stat -c %U main.sh"
+    assert (await world.output(reference, script)).splitlines() == [
+        "/srv/x", "user", "listing", "main.sh", "root", "/srv/x", "user"
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("members", "message"),
     [
