@@ -6,12 +6,13 @@ import asyncio
 from collections.abc import Callable
 
 from managed_e2b.local.envd.context import EnvdContext
-from managed_e2b.local.errors import ApiError
+from managed_e2b.local.errors import ApiError, bad_request
 from managed_e2b.local.logbook import Level, Logbook
 from managed_e2b.local.model import EnvdApp, EnvdFactory, Sandbox, SandboxSpec
 from managed_e2b.local.network.ways import Ways
 from managed_e2b.local.runtime.base import Guest, GuestSpec, ImageUnavailable, Runtime, RuntimeUnavailable
 from managed_e2b.local.runtime.limits import Limits
+from managed_e2b.local.runtime.volumes import Mount, MountFailed
 from managed_e2b.local.sizes import Size, Sizes, shown
 from managed_e2b.local.starting import StartFailed, start_template, tell_end
 from managed_e2b.local.tasks import Tasks
@@ -39,13 +40,16 @@ class Boots:
     async def guest(self, sandbox_id: str, spec: SandboxSpec, image: str | None = None) -> Guest:
         """A guest as `spec` wants it, of its image or of another.
 
-        Raises ApiError: 404 when the image is gone, 503 when the runtime can make none, 501 when the image cannot be
-        made here, or the sandbox shall reach what none here reaches.
+        Raises ApiError: 404 when the image is gone, 400 when a volume is or cannot be mounted, 503 when the runtime can
+        make none, 501 when the image cannot be made here, or the sandbox shall reach what none here reaches.
         """
         try:
-            guest = await self._runtime.create(sandbox_id, GuestSpec(image or spec.image, self._limits(spec)))
+            mounts = tuple(Mount(mount.volume_id, mount.path) for mount in spec.volume_mounts)
+            guest = await self._runtime.create(sandbox_id, GuestSpec(image or spec.image, self._limits(spec), mounts))
         except KeyError as error:
             raise ApiError(404, f"template '{spec.template_id}' not found") from error
+        except MountFailed as error:
+            raise bad_request(str(error)) from error
         except ImageUnavailable as error:
             raise ApiError(501, str(error), headers={"Should-Retry": "false"}) from error
         except RuntimeUnavailable as error:

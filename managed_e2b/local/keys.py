@@ -33,6 +33,7 @@ class ServerState:
         variables = {
             "E2B_API_URL": self.url,
             "E2B_SANDBOX_URL": self.url,
+            "E2B_VOLUME_API_URL": self.url,
             "E2B_API_KEY": self.api_key,
             "NO_PROXY": "127.0.0.1,localhost",
         }

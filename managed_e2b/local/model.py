@@ -21,6 +21,7 @@ from managed_e2b.local.network.policy import OPEN, Policy
 from managed_e2b.local.runtime.base import Guest
 from managed_e2b.local.sizes import Size
 from managed_e2b.local.templates import NO_SETTINGS, Settings
+from managed_e2b.local.volumes.rules import VolumeMount
 
 ENVD_PORT = 49983
 ENVD_VERSION = "0.6.13"  # the envd release whose behaviour is served; SDKs switch features on by it
@@ -83,6 +84,7 @@ class SandboxSpec:
     secure: bool = True
     metadata: Mapping[str, str] = field(default_factory=dict)
     env_vars: Mapping[str, str] = field(default_factory=dict, repr=False)
+    volume_mounts: tuple[VolumeMount, ...] = ()
     auto_pause: bool = False
     auto_pause_memory: bool = True
     auto_resume: bool = False

@@ -27,6 +27,7 @@ from managed_e2b.local.runtime.base import Runtime
 from managed_e2b.local.sandboxes import SandboxRegistry
 from managed_e2b.local.sizes import Sizes
 from managed_e2b.local.templates import TemplateCatalog
+from managed_e2b.local.volumes.catalog import VolumeCatalog
 
 if TYPE_CHECKING:
     from managed_e2b.local.chaos.layer import ChaosLayer
@@ -85,6 +86,7 @@ class LocalServer:
         self._registry: SandboxRegistry | None = None
         self._mirrors = dict(registry_mirrors or {})
         self._builds: Builds | None = None
+        self._volumes: VolumeCatalog | None = None
         self._chaos: ChaosLayer | None = None
         self.api_key = api_key or keys.new_api_key()
         self.url = ""
@@ -143,11 +145,13 @@ class LocalServer:
         now = self._clock.read().wall
         templates = TemplateCatalog(now)
         add_builtin(templates, runtime, now)
+        self._volumes = VolumeCatalog(runtime)
         self._builds = Builds(runtime, self.registry.workshop, templates, self._clock, self._mirrors)
         api = control_plane(
             self.registry,
             templates,
             self._builds,
+            self._volumes,
             self._clock,
             api_key=self.api_key,
             domain=f"localhost:{port}" if self.tls is None else self.tls.domain,
@@ -184,6 +188,8 @@ class LocalServer:
                 await self._builds.close()
             if self._registry is not None:
                 await self._registry.close()
+            if self._volumes is not None:
+                await self._volumes.close()
         finally:
             if self._http is not None and self._serving is not None:
                 self._http.stop()

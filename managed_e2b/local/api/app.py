@@ -21,6 +21,9 @@ from managed_e2b.local.api.sandboxes import SandboxApi
 from managed_e2b.local.api.snapshots import SnapshotApi
 from managed_e2b.local.api.telemetry import TelemetryApi
 from managed_e2b.local.api.templates import TemplateApi
+from managed_e2b.local.api.volume_content import PREFIX as VOLUME_CONTENT
+from managed_e2b.local.api.volume_content import VolumeContentApi
+from managed_e2b.local.api.volumes import VolumeApi
 from managed_e2b.local.builds.service import Builds
 from managed_e2b.local.builds.uploads import PREFIX as UPLOADS
 from managed_e2b.local.clock import Clock
@@ -28,6 +31,7 @@ from managed_e2b.local.errors import ApiError
 from managed_e2b.local.sandboxes import SandboxRegistry
 from managed_e2b.local.snapshots import Snapshots
 from managed_e2b.local.templates import TemplateCatalog
+from managed_e2b.local.volumes.catalog import VolumeCatalog
 
 
 class Extension(Protocol):
@@ -41,6 +45,7 @@ def control_plane(
     registry: SandboxRegistry,
     templates: TemplateCatalog,
     builds: Builds,
+    volumes: VolumeCatalog,
     clock: Clock,
     *,
     api_key: str,
@@ -52,10 +57,12 @@ def control_plane(
     app = Starlette(
         routes=[
             *TelemetryApi(registry).routes(),
-            *SandboxApi(registry, templates, clock, domain).routes(),
+            *SandboxApi(registry, templates, volumes, clock, domain).routes(),
             *NetworkApi(registry).routes(),
             *SnapshotApi(registry, templates, snapshots, domain).routes(),
             *TemplateApi(builds, templates, snapshots, clock, registry.size).routes(),
+            *VolumeApi(volumes).routes(),
+            *VolumeContentApi(volumes).routes(),
             *OtherApi(registry, api_key).routes(),
             *(extension.routes() if extension is not None else ()),
         ],
@@ -68,7 +75,8 @@ def control_plane(
 class ApiKeyCheck:
     """Lets in who has the key: `X-API-KEY`, or `Authorization: Bearer`, as the CLI sends it.
 
-    `/health` is open, and so are the addresses of uploads, which are signed.
+    `/health` is open, and so are the addresses of uploads, which are signed, and the content of volumes, which asks for
+    a token of its own.
     """
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
@@ -78,6 +86,7 @@ class ApiKeyCheck:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
         opened = path == "/health" or (path.startswith(UPLOADS) and scope["method"] == "PUT")
+        opened = opened or path.startswith(VOLUME_CONTENT)
         if not opened and not self._allowed(Headers(scope=scope)):
             error = ApiError(401, "Invalid API key: send the server's key as X-API-KEY (`me2b env` prints it)")
             await error_response(error)(scope, receive, send)

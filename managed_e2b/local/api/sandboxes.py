@@ -18,13 +18,22 @@ from managed_e2b.local.listing import Query, parse_metadata, parse_query, select
 from managed_e2b.local.model import SandboxSpec
 from managed_e2b.local.sandboxes import SandboxRegistry
 from managed_e2b.local.templates import TemplateCatalog
+from managed_e2b.local.volumes.catalog import VolumeCatalog
 
 
 class SandboxApi:
     """`domain` is what answers name as the sandboxes' domain: `localhost:<port>` of this server."""
 
-    def __init__(self, registry: SandboxRegistry, templates: TemplateCatalog, clock: Clock, domain: str) -> None:
+    def __init__(
+        self,
+        registry: SandboxRegistry,
+        templates: TemplateCatalog,
+        volumes: VolumeCatalog,
+        clock: Clock,
+        domain: str,
+    ) -> None:
         self._registry = registry
+        self._volumes = volumes
         self._templates = templates
         self._clock = clock
         self._domain = domain
@@ -83,8 +92,6 @@ class SandboxApi:
         for name in body.env_vars or {}:
             if not name or "=" in name or "\0" in name + (body.env_vars or {})[name]:
                 raise bad_request("Invalid envVars: a name must not be empty or hold '=', nothing may hold a NUL")
-        if body.volume_mounts:
-            raise not_built("Mounting volumes")
         if body.iam and body.iam.get("tokens"):
             raise not_built("Workload identity (iam)")
         return SandboxSpec(
@@ -98,6 +105,7 @@ class SandboxApi:
             secure=secure,
             metadata=body.metadata or {},
             env_vars=body.env_vars or {},
+            volume_mounts=self._volumes.mounts([(mount.name, mount.path) for mount in body.volume_mounts or ()]),
             auto_pause=body.auto_pause,
             auto_pause_memory=body.auto_pause_memory,
             auto_resume=auto_resume,

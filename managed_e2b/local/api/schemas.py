@@ -51,6 +51,11 @@ class Network(Outgoing):
     https_ports: list[Annotated[int, Field(ge=1, le=65535)]] | None = None
 
 
+class VolumeMount(Body):
+    name: str
+    path: str
+
+
 class NewSandbox(Body):
     """Create. v1 has `secure` and another default timeout; the rest is v2."""
 
@@ -66,7 +71,7 @@ class NewSandbox(Body):
     env_vars: dict[str, str] | None = None
     mcp: dict[str, Any] | None = None
     iam: dict[str, Any] | None = None
-    volume_mounts: list[dict[str, Any]] | None = None
+    volume_mounts: list[VolumeMount] | None = None
 
 
 class ConnectSandbox(Body):

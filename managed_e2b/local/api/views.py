@@ -47,6 +47,8 @@ def listed(box: Sandbox) -> dict[str, Any]:
         "envdVersion": ENVD_VERSION,
         "metadata": dict(box.spec.metadata),
     }
+    if box.spec.volume_mounts:
+        view["volumeMounts"] = [{"name": mount.name, "path": mount.path} for mount in box.spec.volume_mounts]
     if box.spec.alias is not None:
         view["alias"] = box.spec.alias
     return view

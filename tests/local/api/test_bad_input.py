@@ -85,7 +85,6 @@ async def test_a_body_that_is_too_large(world):
 @pytest.mark.parametrize(
     "option",
     [
-        {"volumeMounts": [{"name": "v", "path": "/v"}]},
         {"iam": {"tokens": {"aws": {"audience": "a", "tokenType": "JWT-SVID"}}}},
         {"network": {"rules": {"a.b": [{}]}}},
         {"network": {"egressProxy": {"address": "a:1", "password": "hunter2"}}},
@@ -183,7 +182,7 @@ async def test_unknown_paths_and_methods(world):
 async def test_what_is_not_built_says_so(world):
     for method, path in [
         ("POST", "/templates"),
-        ("GET", "/volumes"),
+        ("GET", "/secrets/a"),
         ("POST", "/secrets"),
     ]:
         answer = await world.api.request(method, path, json={})

@@ -160,6 +160,7 @@ def test_programs_that_know_only_the_variables(tmp_path, monkeypatch):
     assert keys.ServerState("http://127.0.0.1:1", "k", 1).environment().keys() == {
         "E2B_API_URL",
         "E2B_SANDBOX_URL",
+        "E2B_VOLUME_API_URL",
         "E2B_API_KEY",
         "NO_PROXY",
     }
