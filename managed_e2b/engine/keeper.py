@@ -52,16 +52,17 @@ class Keeper:
         self._run = run
         self._stop = threading.Event()
         interval = leases.beat_interval(engine.lease, int(stale_after))
+        first = leases.first_beat(engine.owner, interval)
         self._threads = [
-            self._thread("beat", interval, self._beat),
-            self._thread("leases", interval, self._renew),
+            self._thread("beat", interval, self._beat, first=first),
+            self._thread("leases", interval, self._renew, first=first),
             self._thread("sweep", TICK, self._sweep),
             self._thread("identity", TICK, self._identify),
         ]
         if watch is not None:
             self._threads.append(self._thread("watch", TICK, watch))
         if reaps:
-            self._threads.append(self._thread("reap", REAP_INTERVAL, self._reap, at_once=True))
+            self._threads.append(self._thread("reap", REAP_INTERVAL, self._reap, first=0.0))
 
     def start(self) -> None:
         for thread in self._threads:
@@ -75,12 +76,10 @@ class Keeper:
             thread.join(max(0.0, deadline - time.monotonic()))
 
     def _thread(
-        self, name: str, interval: float, step: Callable[[], object], *, at_once: bool = False
+        self, name: str, interval: float, step: Callable[[], object], *, first: float | None = None
     ) -> threading.Thread:
         def main() -> None:
-            due = time.monotonic() + leases.first_beat(self._engine.owner, interval)
-            if at_once:
-                self._guarded(name, step)
+            due = time.monotonic() + (interval if first is None else first)
             while not self._stop.wait(max(0.0, due - time.monotonic())):
                 self._guarded(name, step)
                 # On its own beat, so that owners do not fall into step with those who wait for the same.

@@ -28,7 +28,8 @@ WHERE = dict(e2b_api_url=os.environ["TEST_URL"], e2b_key=os.environ["TEST_KEY"],
 loop = asyncio.new_event_loop()
 
 def say(*words):
-    print(*words, flush=True)
+    sys.stdout.write(" ".join(map(str, words)) + "\\n")  # at once: others write to this pipe, too
+    sys.stdout.flush()
 
 def wait(value):
     return loop.run_until_complete(value) if FACE == "async" else value
