@@ -300,6 +300,7 @@ def test_a_crowd_of_workers_that_is_killed_gives_its_slots_back_to_the_next(
         """
         for _ in range(4):
             if os.fork() == 0:
+                loop = asyncio.new_event_loop()  # what wakes the parent's is shared by all that inherit it
                 lifecycle = opened(account_limit=4)
                 entered(lifecycle)
                 say(lifecycle.owner_id)
