@@ -32,6 +32,11 @@ class World:
     def options(self) -> dict[str, Any]:
         return {"api_url": self.server.url, "sandbox_url": self.server.url, "api_key": self.server.api_key}
 
+    @property
+    def root(self) -> str:
+        """The name that root's files show: where the host gives one id only, `user` is its name."""
+        return "user" if self.server._runtime.library.one_id else "root"
+
     async def build(self, template: Any, name: str, **more: Any) -> Any:
         """What the SDK returns; `logs` holds what the build said."""
         self.logs = []

@@ -48,7 +48,7 @@ async def test_what_steps_do_is_there_in_its_sandboxes(world, context):
         .run_cmd("echo $TWO > out; pwd >> out; id -un >> out")
         .run_cmd("id -un > /root/out", user="root")
     )
-    reference = name()
+    reference, root = name(), world.root
     await world.build(template, reference)
     script = (
         'pwd; cat out; sudo cat /root/out; echo $TWO; echo "$QUOTED"; cat ~/app/main.py ~/app/link;'
@@ -56,8 +56,8 @@ async def test_what_steps_do_is_there_in_its_sandboxes(world, context):
         "stat -c '%U %a' /opt/here /opt/here/main.py /opt/renamed.py /work /work/deep ~/app/sub; ls -A /tmp"
     )
     assert (await world.output(reference, script)).splitlines() == [
-        "/work/deep", "12", "/work/deep", "user", "root", "12", 'a "b" `id` $(id) \\', "print('main')", "data",
-        "sub/data.txt", "root 755", "root 700", "user 644", "user 755", "user 755", "user 755",
+        "/work/deep", "12", "/work/deep", "user", root, "12", 'a "b" `id` $(id) \\', "print('main')", "data",
+        "sub/data.txt", f"{root} 755", f"{root} 700", "user 644", "user 755", "user 755", "user 755",
     ]  # fmt: skip
 
 
