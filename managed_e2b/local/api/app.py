@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from managed_e2b.local.api.network import NetworkApi
 from managed_e2b.local.api.others import OtherApi
 from managed_e2b.local.api.sandboxes import SandboxApi
+from managed_e2b.local.api.secrets import SecretApi
 from managed_e2b.local.api.snapshots import SnapshotApi
 from managed_e2b.local.api.telemetry import TelemetryApi
 from managed_e2b.local.api.templates import TemplateApi
@@ -29,6 +30,7 @@ from managed_e2b.local.builds.uploads import PREFIX as UPLOADS
 from managed_e2b.local.clock import Clock
 from managed_e2b.local.errors import ApiError
 from managed_e2b.local.sandboxes import SandboxRegistry
+from managed_e2b.local.secretstore import SecretStore
 from managed_e2b.local.snapshots import Snapshots
 from managed_e2b.local.templates import TemplateCatalog
 from managed_e2b.local.volumes.catalog import VolumeCatalog
@@ -63,6 +65,7 @@ def control_plane(
             *TemplateApi(builds, templates, snapshots, clock, registry.size).routes(),
             *VolumeApi(volumes).routes(),
             *VolumeContentApi(volumes).routes(),
+            *SecretApi(SecretStore(clock)).routes(),
             *OtherApi(registry, api_key).routes(),
             *(extension.routes() if extension is not None else ()),
         ],

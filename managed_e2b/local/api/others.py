@@ -19,8 +19,6 @@ NOT_BUILT: tuple[tuple[str, str, list[str]], ...] = (
     ("/templates", "Building a template from a pushed image", ["POST"]),
     ("/templates/{id}", "Building a template from a pushed image", ["POST"]),
     ("/templates/{id}/builds/{build}", "Building a template from a pushed image", ["POST"]),
-    ("/secrets", "Secrets", ["GET", "POST"]),
-    ("/secrets/{id}", "Secrets", ["GET", "POST", "DELETE"]),
 )
 
 
