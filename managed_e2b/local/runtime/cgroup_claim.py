@@ -71,12 +71,13 @@ def _plain(text: str) -> str:
 def claim(name: str, server: Sequence[int]) -> dict[str, Any]:
     """Directories of that name, tried: `{"trees": lists as of Tree, "missing": sentences}`.
 
-    `server`: the pids of the server and of what it has started. What an earlier spawner of it has claimed stays.
+    `server`: the pids of the server and of what it has started. What a spawner of it that died has claimed stays, but
+    for the groups in there: all its sandboxes are dead, or dying.
     """
     trees: list[Tree] = []
     missing: list[str] = []
     found = mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
-    for mount in found:
+    for mount in sorted(found, key=lambda mount: -mount.version):  # version 2 first: it kills, and so frees the others
         made = _below(mount.own, name, mount) if mount.version == 1 else _in_version_2(mount, name, server)
         if isinstance(made, Tree):
             trees.append(made)
@@ -95,6 +96,7 @@ def _below(parent: str, name: str, mount: Mount) -> Tree | str:
     directory = f"{parent}/{name}"
     try:
         _mkdir(directory)
+        cgroups.empty_tree(directory)
     except OSError as error:
         return f"{parent}: {error.strerror}"
     try:

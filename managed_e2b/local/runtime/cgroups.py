@@ -25,7 +25,7 @@ PERIOD = 100_000  # µs in which a sandbox may use its share of cpu time
 _SMALLEST_QUOTA = 1_000  # µs; the kernel takes no less
 _FREEZE_SECONDS = 10.0
 _REMOVE_SECONDS = 10.0
-_PAUSE = 0.005
+_PAUSE = 0.001
 
 
 @dataclass(frozen=True)
@@ -68,20 +68,25 @@ def settings(tree: Tree, limits: Limits) -> list[tuple[str, str, bool]]:
     return found
 
 
-def make(trees: Sequence[Tree], sandbox: str, limits: Limits) -> None:
-    """The directories of a new sandbox. Raises OSError; what was made stays for `remove`."""
+def make(trees: Sequence[Tree], group: str) -> None:
+    """The directories of a new group, with this process in it. Raises OSError; what was made stays for `remove`."""
     for tree in trees:
-        directory = f"{tree.directory}/{sandbox}"
-        os.mkdir(directory, 0o755)
+        os.mkdir(f"{tree.directory}/{group}", 0o755)
+    join(trees, group)
+
+
+def limit(trees: Sequence[Tree], group: str, limits: Limits) -> None:
+    """Raises OSError."""
+    for tree in trees:
         for name, text, optional in settings(tree, limits):
             with contextlib.suppress(FileNotFoundError) if optional else contextlib.nullcontext():
-                write(f"{directory}/{name}", text)
+                write(f"{tree.directory}/{group}/{name}", text)
 
 
-def join(trees: Sequence[Tree], sandbox: str) -> None:
-    """Put this process, which has one thread, and all that it will fork, into a sandbox's groups. Raises OSError."""
+def join(trees: Sequence[Tree], group: str) -> None:
+    """Put this process, which has one thread, and all that it will fork, into a group. Raises OSError."""
     for tree in trees:
-        write(f"{tree.directory}/{sandbox}/cgroup.procs", "0")
+        write(f"{tree.directory}/{group}/cgroup.procs", "0")
 
 
 def freezer(trees: Sequence[Tree]) -> Tree | None:
@@ -113,18 +118,24 @@ def end(directory: str) -> None:
             write(f"{directory}/cgroup.freeze", "0")
 
 
-def remove(trees: Sequence[Tree], sandbox: str) -> None:
-    """End what is left in a sandbox's groups, and remove them. Missing ones are fine. Raises OSError."""
-    for tree in reversed(trees):
-        directory = f"{tree.directory}/{sandbox}"
-        with contextlib.suppress(FileNotFoundError):
-            if tree.version == 2:
-                end(directory)
-            remove_group(directory)
+def remove(trees: Sequence[Tree], group: str) -> None:
+    """End what is left in a sandbox's group, and remove it. Missing is fine. Raises OSError."""
+    for tree in sorted(trees, key=lambda tree: -tree.version):  # version 2 kills, and so frees the others
+        directory = f"{tree.directory}/{group}"
+        if tree.version == 2:
+            end(directory)
+        remove_group(directory)
 
 
 def remove_tree(directory: str, seconds: float = _REMOVE_SECONDS) -> int:
-    """A whole tree with all sandboxes' groups; how many there were. Missing is fine. Raises OSError."""
+    """A whole tree with all groups in it; how many there were. Missing is fine. Raises OSError."""
+    found = empty_tree(directory, seconds)
+    remove_group(directory, seconds)
+    return found
+
+
+def empty_tree(directory: str, seconds: float = _REMOVE_SECONDS) -> int:
+    """End what is in a tree, and remove all groups in it; how many there were. Missing is fine. Raises OSError."""
     found = 0
     with contextlib.suppress(FileNotFoundError):
         end(directory)
@@ -132,7 +143,6 @@ def remove_tree(directory: str, seconds: float = _REMOVE_SECONDS) -> int:
             if entry.is_dir(follow_symlinks=False):
                 remove_group(entry.path, seconds)
                 found += 1
-        remove_group(directory, seconds)
     return found
 
 
@@ -154,14 +164,14 @@ def remove_group(directory: str, seconds: float = _REMOVE_SECONDS) -> None:
         time.sleep(_PAUSE)
 
 
-def usage(trees: Sequence[Tree], sandbox: str) -> dict[str, int]:
+def usage(trees: Sequence[Tree], group: str) -> dict[str, int]:
     """What a sandbox's groups have counted, as far as there are any: `cpu_ns`, and bytes of `memory` and `cache`.
 
     Memory is without the cache of files, which the kernel takes back when it needs it.
     """
     seen: dict[str, int] = {}
     for tree in trees:
-        directory = f"{tree.directory}/{sandbox}"
+        directory = f"{tree.directory}/{group}"
         if "memory" in tree.controllers:
             name, cached = ("usage_in_bytes", "total_cache") if tree.version == 1 else ("current", "file")
             held, stat = int(_read(f"{directory}/memory.{name}")), _table(f"{directory}/memory.stat")

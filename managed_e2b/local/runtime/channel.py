@@ -65,7 +65,11 @@ def receive(sock: socket.socket, size: int = 65536) -> tuple[bytes, list[int] | 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:
     """Send one frame on a blocking socket. The caller keeps its descriptors."""
-    frame = encode(message, fds)
+    send_frame(sock, encode(message, fds), fds)
+
+
+def send_frame(sock: socket.socket, frame: bytes, fds: Sequence[int] = ()) -> None:
+    """Send what `encode` made, with the same descriptors."""
     sent = sock.sendmsg([frame], ancillary(fds), socket.MSG_NOSIGNAL)
     if sent < len(frame):
         sock.sendall(frame[sent:], socket.MSG_NOSIGNAL)

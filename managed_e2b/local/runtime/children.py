@@ -84,18 +84,25 @@ def fork(run: Callable[[], None], report: socket.socket | None = None) -> int:
         return pid
     status = 70
     try:
-        run()
-        status = 0
-    except OSError as error:
-        if report is not None:
-            _tell_if_anybody_listens(report, failure(error))
-    except Exception as error:  # noqa: BLE001 - the end of the process: there is no caller who could see it
-        if report is not None:
-            _tell_if_anybody_listens(
-                report, {"errno": 0, "message": f"{type(error).__name__}: {error}", "step": "spawner"}
-            )
+        if report_failure(run, report):
+            status = 0
     finally:
         os._exit(status)
+
+
+def report_failure(run: Callable[[], None], report: socket.socket | None) -> bool:
+    """Call `run`; its failure goes to `report`. For the end of a process: there is no caller who could see it."""
+    try:
+        run()
+    except OSError as error:
+        body = failure(error)
+    except Exception as error:  # noqa: BLE001 - see above
+        body = {"errno": 0, "message": f"{type(error).__name__}: {error}", "step": "spawner"}
+    else:
+        return True
+    if report is not None:
+        _tell_if_anybody_listens(report, body)
+    return False
 
 
 def failure(error: OSError) -> dict[str, Any]:
@@ -154,18 +161,22 @@ def become_root() -> None:
     os.setresuid(0, 0, 0)
 
 
-def run_command(pidfd: int, job: Job, report: socket.socket, confinement: Confinement) -> None:
-    """Enter the sandbox, become the command's user, start the command in the sandbox's pid namespace, tell, and end.
-
-    The command is this process's child and so becomes the spawner's. This process itself is not in the pid namespace:
-    nothing inside can see it, and what shares its memory until execve is as little dumpable as it is.
-    """
-    keep_only([pidfd, report.fileno()])
+def become_limited(confinement: Confinement) -> None:
+    """What a process of a sandbox does first, while it can still see what holds it."""
     detach_signals()
     with contextlib.suppress(OSError):  # a host may forbid it; it only orders who dies first when memory ends
         write_text("/proc/self/oom_score_adj", str(OOM_SCORE))
     with step("limits"):
         confinement.join()
+
+
+def run_command(pidfd: int, job: Job, report: socket.socket, confinement: Confinement) -> None:
+    """After `become_limited`: enter, become the command's user, start it in the pid namespace in there, tell, and end.
+
+    The command is this process's child and so becomes the spawner's. This process itself is not in the pid namespace:
+    nothing inside can see it, and what shares its memory until execve is as little dumpable as it is.
+    """
+    keep_only([pidfd, report.fileno()])
     own = os.open("/proc/self", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)  # the sandbox's /proc does not have us
     enter(pidfd, INSIDE)
     # A namespace that tells who belongs to this command: every descendant has it, and none can leave it.

@@ -20,33 +20,36 @@ _OPEN_FILES = 1024  # the usual soft limit; a program may raise it
 
 @dataclass(frozen=True)
 class Confinement:
-    """Of the sandbox of that name."""
+    """`group`: the name of its directory in each tree."""
 
-    sandbox: str
+    group: str
     trees: Sequence[Tree]
     limits: Limits
 
     @classmethod
-    def parse(cls, sandbox: str, trees: Sequence[Tree], limits: dict[str, Any]) -> Confinement:
+    def parse(cls, group: str, trees: Sequence[Tree], limits: dict[str, Any]) -> Confinement:
         """Raises TypeError or ValueError for anything that is not a limit."""
         found = Limits(**limits)
         values = (found.memory, found.cpus, found.pids, found.disk, found.file)
         if not all(value is None or (isinstance(value, (int, float)) and value > 0) for value in values):
             raise ValueError("a limit must be positive")
-        return cls(sandbox, trees, found)
+        return cls(group, trees, found)
 
     @property
     def most_processes(self) -> int:
         return min(MOST_PROCESSES, self.limits.pids or MOST_PROCESSES)
 
     def make(self) -> None:
-        """The groups, and this process in them. Raises OSError."""
-        cgroups.make(self.trees, self.sandbox, self.limits)
-        self.join()
+        """Its groups, with this process in them. Raises OSError."""
+        cgroups.make(self.trees, self.group)
+
+    def apply(self) -> None:
+        """Let its groups have the limits. Raises OSError."""
+        cgroups.limit(self.trees, self.group, self.limits)
 
     def join(self) -> None:
         """Every process of the sandbox does it before it enters the namespaces, from where no group can be seen."""
-        cgroups.join(self.trees, self.sandbox)
+        cgroups.join(self.trees, self.group)
 
     def limit_resources(self) -> None:
         """Of this process and those that it will start. Once inside, as its root."""
@@ -63,7 +66,7 @@ class Confinement:
     def freezer(self) -> str | None:
         """The directory of its group that can be frozen, if there is one."""
         tree = cgroups.freezer(self.trees)
-        return None if tree is None else f"{tree.directory}/{self.sandbox}"
+        return None if tree is None else f"{tree.directory}/{self.group}"
 
     def end(self) -> None:
         """Let nothing of it stand still that is to die. Raises OSError."""
@@ -73,7 +76,7 @@ class Confinement:
 
     def usage(self) -> dict[str, int]:
         """`cgroups.usage`."""
-        return cgroups.usage(self.trees, self.sandbox)
+        return cgroups.usage(self.trees, self.group)
 
 
 def _lower(what: int, most: int) -> None:

@@ -12,10 +12,13 @@ import os
 import selectors
 import signal
 import socket
-from collections.abc import Callable
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from managed_e2b.local.runtime import channel, children
+from managed_e2b.local.runtime import channel, children, spares
+from managed_e2b.local.runtime.spares import Spare
 
 Told = tuple[dict[str, Any], list[int]]  # what a fork reported, and descriptors, which are closed after `done`
 
@@ -29,6 +32,8 @@ class Forks:
         self._silent: set[int] = set()  # forks that have not reported yet
         self._known: set[int] = set()  # forks whose end means nothing: what they report is all
         self._ended = False
+        self._chores: deque[Callable[[], None]] = deque()
+        self._expiry: tuple[float, Callable[[], None]] | None = None
 
     @property
     def pending(self) -> bool:
@@ -44,12 +49,37 @@ class Forks:
         signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         self.watch(reader.fileno(), lambda: self._reap(reader))
         while not self._ended:
-            for key, _ in self._selector.select():
+            events = self._selector.select(self._patience())
+            for key, _ in events:
                 key.data()
+            if not events:
+                self._rest()
         signal.set_wakeup_fd(-1)  # it is closed with us
 
     def end(self) -> None:
         self._ended = True
+
+    def when_idle(self, chore: Callable[[], None]) -> None:
+        """Do this once nobody waits for anything else."""
+        self._chores.append(chore)
+
+    def after_rest(self, seconds: float, chore: Callable[[], None]) -> None:
+        """Do this once, when so much time has passed since the last such wish."""
+        self._expiry = (time.monotonic() + seconds, chore)
+
+    def _patience(self) -> float | None:
+        if self._chores:
+            return 0
+        return None if self._expiry is None else max(0.0, self._expiry[0] - time.monotonic())
+
+    def _rest(self) -> None:
+        if self._chores:
+            with contextlib.suppress(OSError):  # what is made ahead can be done without
+                self._chores.popleft()()
+        elif self._expiry is not None and self._expiry[0] <= time.monotonic():
+            _, chore = self._expiry
+            self._expiry = None
+            chore()
 
     def watch(self, fd: int, on_readable: Callable[[], None]) -> None:
         self._selector.register(fd, selectors.EVENT_READ, on_readable)
@@ -62,6 +92,32 @@ class Forks:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             pid = children.fork(lambda: run(theirs), theirs)
+        self._expect(pid, ours, done)
+        return pid
+
+    def spare(
+        self, prepare: Callable[[], None], go_on: Callable[[dict[str, Any], list[int]], None], keep: Sequence[int]
+    ) -> Spare:
+        """A fork made ahead, see `spares.make`, whose end means nothing."""
+        spare = spares.make(prepare, go_on, keep)
+        self._known.add(spare.pid)
+        return spare
+
+    def let_go(self, pid: int) -> None:
+        """A spare that becomes something else: its end is to be told."""
+        self._known.discard(pid)
+
+    def order(self, spare: Spare, message: dict[str, Any], done: Callable[[Told], None]) -> bool:
+        """`fork`, with a spare that gets a message and its socket to report on. False: it did nothing."""
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            if not spare.order(message, [theirs.fileno()]):
+                ours.close()
+                return False
+        self._expect(spare.pid, ours, done)
+        return True
+
+    def _expect(self, pid: int, ours: socket.socket, done: Callable[[Told], None]) -> None:
         self._silent.add(pid)
         self._known.add(pid)
 
@@ -76,7 +132,6 @@ class Forks:
                 self._silent.discard(pid)
 
         self.watch(ours.fileno(), on_message)
-        return pid
 
     def reap_no_more(self) -> None:
         """Leave all children, those that have ended too, to the kernel: a sandbox waits for the last of its own."""

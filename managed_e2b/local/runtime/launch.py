@@ -46,10 +46,12 @@ def become_sandbox(
     parent: int,
     confinement: Confinement,
     volumes: Sequence[int] = (),
+    *,
+    grouped: bool = False,
 ) -> None:
     """Never returns on success. A failure is told on the status pipe, as bubblewrap tells its own.
 
-    `volumes`: see `layers.mount`.
+    `volumes`: see `layers.mount`. `grouped`: the groups are made, and this process is in them.
     """
     children.detach_signals()
     os.setsid()
@@ -59,7 +61,9 @@ def become_sandbox(
         volumes = _arrange(pipes, volumes)
         status = READY_FD
         with children.step("limits"):
-            confinement.make()
+            if not grouped:
+                confinement.make()
+            confinement.apply()
         enter_new(spec, owner, confinement.most_processes)
         _exec_bubblewrap(layout, argv, parent, volumes)
     except OSError as error:

@@ -17,6 +17,7 @@ from typing import Any
 from managed_e2b.local.runtime import agent, channel, launch
 from managed_e2b.local.runtime.confine import Confinement
 from managed_e2b.local.runtime.forks import Forks, Told
+from managed_e2b.local.runtime.spares import Spare
 
 _STATUS_LIMIT = 65536
 
@@ -30,7 +31,13 @@ class Sandbox:
     bwrap: int | None
     pidfd: int
     confinement: Confinement
+    spare: Spare | None = None  # for the next command
     waiters: list[Callable[[], None]] = field(default_factory=list)
+
+    def dismiss_spare(self) -> None:
+        spare, self.spare = self.spare, None
+        if spare is not None:
+            spare.dismiss()
 
     def ended(self) -> None:
         """bubblewrap has been reaped: nothing inside runs any more."""
@@ -41,6 +48,7 @@ class Sandbox:
 
     def end(self) -> None:
         """Kill it, whatever it is doing. bubblewrap ends after its child, which ends after everything else inside."""
+        self.dismiss_spare()
         if self.bwrap is None:
             return
         self.confinement.end()
