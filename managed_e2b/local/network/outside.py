@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
 from collections.abc import Sequence
 from ipaddress import IPv4Address, ip_address
 from pathlib import Path
@@ -14,17 +15,34 @@ DIAL_TIMEOUT = 30.0
 """Seconds for a connection to come to be, however many addresses are tried."""
 
 _RESOLV_CONF = Path("/etc/resolv.conf")
-_ANY_PORT = 9
+
+# rtnetlink(7): struct nlmsghdr, struct rtmsg, and what is used of their constants
+_HEADER = struct.Struct("=IHHII")
+_ROUTE_MESSAGE = struct.Struct("=BBBBBBBBI")
+_ROUTES = 0
+_REQUEST, _NEW_ROUTE, _GET_ROUTE = 1, 24, 26
+_TO = 1
+_UNICAST = 1
+_LARGEST_ANSWER = 8192
 
 
 def is_own(address: IPv4Address) -> bool:
-    """Whether the host itself has that address: services that listen on all of them are not meant for sandboxes."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect((str(address), _ANY_PORT))  # sends nothing: it asks the routes
-        except OSError:
-            return False  # no way there at all
-        return bool(probe.getsockname()[0] == str(address))
+    """Whether the host itself has that address: services that listen on all of them are not meant for sandboxes.
+
+    The kernel is asked where it would send to. It takes for its own more than what interfaces list: a second address of
+    a network, all of a network on its loopback, what a `local` route says. Raises OSError when it cannot be asked.
+    """
+    head = _ROUTE_MESSAGE.pack(socket.AF_INET, 32, 0, 0, 0, 0, 0, 0, 0)
+    body = head + struct.pack("=HH", 8, _TO) + address.packed
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW | socket.SOCK_CLOEXEC, _ROUTES) as kernel:
+        kernel.bind((0, 0))
+        kernel.send(_HEADER.pack(_HEADER.size + len(body), _GET_ROUTE, _REQUEST, 0, 0) + body)
+        answer = kernel.recv(_LARGEST_ANSWER)
+    _, kind, *_ = _HEADER.unpack_from(answer)
+    if kind != _NEW_ROUTE:
+        return False  # no way there at all
+    *_, route, _ = _ROUTE_MESSAGE.unpack_from(answer, _HEADER.size)
+    return bool(route != _UNICAST)
 
 
 def nameservers(path: Path = _RESOLV_CONF) -> list[str]:

@@ -30,8 +30,10 @@ _PRIVATE = tuple(
         "10.0.0.0/8",
         "100.64.0.0/10",
         "127.0.0.0/8",
+        "168.63.129.16/32",  # looks public, and is Azure's own service on each of its machines
         "169.254.0.0/16",
         "172.16.0.0/12",
+        "192.0.0.0/24",  # of the IETF's protocols; a cloud has its metadata there
         "192.168.0.0/16",
         "224.0.0.0/4",
         "240.0.0.0/4",

@@ -113,13 +113,9 @@ def names(monkeypatch) -> dict[str, str]:
 
 def test_by_default_what_is_public_can_be_reached_and_nothing_else():
     async def test(boxes: Boxes) -> None:
-        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            writer.write(b'HTTP/1.0 200 OK\r\n\r\n{"at": "a service of the host"}')
-            writer.close()
-
         box, neighbour = await boxes.make(), await boxes.make()
         service = await neighbour.box.start("exec python3 -m http.server 8000 2>&1")
-        async with await asyncio.start_server(serve, "0.0.0.0", 9000):
+        async with await asyncio.start_server(_here, "0.0.0.0", 9000):
             for url, at in ((f"http://{SITE}/", SITE), (f"https://{OTHER}/", OTHER), (f"http://{SITE}:8080/", SITE)):
                 assert await box.get(url) == at
             own = boxes.server.url.rpartition(":")[2]
@@ -144,6 +140,31 @@ def test_by_default_what_is_public_can_be_reached_and_nothing_else():
         service.close()
 
     in_the_world(test)
+
+
+def test_no_address_of_the_host_is_outside():
+    second, of_a_range, routed = "203.0.113.2", "198.51.100.77", "192.0.2.9"
+
+    async def test(boxes: Boxes) -> None:
+        world.ip(f"addr add {second}/24 dev host0")  # another one of a network that it has an address of
+        world.ip("addr add 198.51.100.1/24 dev lo")  # on loopback all of the network is the host's own
+        world.ip("route add local 192.0.2.0/24 dev lo")
+        box = await boxes.make()
+        async with await asyncio.start_server(_here, "0.0.0.0", 9000):
+            for address in (HOST, second, of_a_range, routed):
+                _, writer = await asyncio.open_connection(address, 9000)  # there is something to be reached
+                writer.close()
+                assert outside.is_own(IPv4Address(address))
+                assert await box.get(f"http://{address}:9000/") == REFUSED, address
+            assert not outside.is_own(IPv4Address(SITE))
+            assert await box.get(f"http://{SITE}/") == SITE
+
+    in_the_world(test)
+
+
+async def _here(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(b'HTTP/1.0 200 OK\r\n\r\n{"at": "a service of the host"}')
+    writer.close()
 
 
 def test_names_are_looked_up_by_the_hosts_own_resolver_or_the_one_asked():

@@ -11,6 +11,7 @@ from managed_e2b.local.network.policy import OPEN, Policy, parse
 
 ALL = "0.0.0.0/0"
 PRIVATE = ["10.0.0.5", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "224.0.0.1", "255.255.255.255"]
+PRIVATE += ["168.63.129.16", "192.0.0.192"]  # what clouds tell their machines
 NEVER = ["127.0.0.1", "127.9.9.9", "0.0.0.0", "0.1.2.3"]
 
 

@@ -68,7 +68,7 @@ def on_a_host_of_its_own(work: Callable[[], Awaitable[T]]) -> T:
 
 @contextlib.contextmanager
 def _world() -> Iterator[None]:
-    _ip("link set lo up")
+    ip("link set lo up")
     with subprocess.Popen(
         ["unshare", "--net", sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as beyond:
@@ -76,20 +76,20 @@ def _world() -> Iterator[None]:
         assert beyond.stdout is not None
         try:
             assert beyond.stdout.readline() == b"here\n"
-            _ip("link add host0 type veth peer name world0")
-            _ip(f"link set world0 netns {beyond.pid}")
-            _ip(f"addr add {HOST}/24 dev host0")
-            _ip("link set host0 up")
+            ip("link add host0 type veth peer name world0")
+            ip(f"link set world0 netns {beyond.pid}")
+            ip(f"addr add {HOST}/24 dev host0")
+            ip("link set host0 up")
             beyond.stdin.write(b"go\n")
             beyond.stdin.flush()
             assert beyond.stdout.readline() == b"ready\n"
-            _ip(f"route add default via {SITE}")
+            ip(f"route add default via {SITE}")
             yield
         finally:
             beyond.kill()
 
 
-def _ip(words: str) -> None:
+def ip(words: str) -> None:
     subprocess.run(["ip", *words.split()], check=True)
 
 
@@ -131,9 +131,9 @@ def main() -> None:
     _tell("here")
     sys.stdin.readline()
     for address in WORLD:
-        _ip(f"addr add {address}/24 dev world0")
-    _ip("link set world0 up")
-    _ip("link set lo up")
+        ip(f"addr add {address}/24 dev world0")
+    ip("link set world0 up")
+    ip("link set lo up")
     servers: list[socketserver.BaseServer] = [
         http.server.ThreadingHTTPServer(("0.0.0.0", port), _Answer) for port in (80, 8080)
     ]
