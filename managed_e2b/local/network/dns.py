@@ -12,6 +12,7 @@ from typing import Any
 
 from managed_e2b.local.network import outside
 from managed_e2b.local.network.policy import DEFAULT_NAMESERVER, Policy
+from managed_e2b.local.network.questions import name_asked
 from managed_e2b.local.network.relay import reachable
 
 log = logging.getLogger(__name__)
@@ -31,13 +32,18 @@ _SERVER_FAILURE, _REFUSED = 2, 5
 
 
 class DnsRelay:
-    """`sock`: the UDP socket of the sandbox's way out. `policy` is asked for each query."""
+    """`sock`: the UDP socket of the sandbox's way out. For each query `policy` is asked, and `room`: for one more."""
 
-    def __init__(self, sock: socket.socket, policy: Callable[[], Policy]) -> None:
+    def __init__(self, sock: socket.socket, policy: Callable[[], Policy], room: Callable[[], bool]) -> None:
         self._sock = sock
         self._policy = policy
+        self._room = room
         self._loop = asyncio.get_running_loop()
         self._queries: set[asyncio.Task[None]] = set()
+
+    def __len__(self) -> int:
+        """How many queries wait for their answer."""
+        return len(self._queries)
 
     def start(self) -> None:
         self._loop.add_reader(self._sock, self._readable)
@@ -60,9 +66,9 @@ class DnsRelay:
                 log.debug("a DNS query was lost: %s", error)
                 return
             server = _server(ancillary)
-            if server is None or len(query) < _HEADER or len(self._queries) >= MOST_QUERIES:
+            if server is None or len(query) < _HEADER or len(self._queries) >= MOST_QUERIES or not self._room():
                 continue
-            if not self._policy().permits_dns(server):
+            if not self._policy().permits_question(server, name_asked(query)):
                 self._reply(_failure(query, _REFUSED), server, client)
                 continue
             task = self._loop.create_task(self._pass_on(query, server, client))
@@ -70,11 +76,7 @@ class DnsRelay:
             task.add_done_callback(self._queries.discard)
 
     async def _pass_on(self, query: bytes, server: IPv4Address, client: Any) -> None:
-        if server == DEFAULT_NAMESERVER:
-            servers = outside.nameservers()
-        else:
-            servers = [str(server)] if reachable(self._policy(), server) else []
-        for each in servers:
+        for each in self._servers(server):
             try:
                 answer = await _ask(each, query)
             except OSError as error:
@@ -83,6 +85,16 @@ class DnsRelay:
             self._reply(answer, server, client)
             return
         self._reply(_failure(query, _SERVER_FAILURE), server, client)
+
+    def _servers(self, server: IPv4Address) -> list[str]:
+        """Who is asked in the place of that server."""
+        if server == DEFAULT_NAMESERVER:
+            return outside.nameservers()
+        try:
+            return [str(server)] if reachable(self._policy(), server) else []
+        except OSError as error:
+            log.debug("cannot tell whether a DNS server is this host: %s", error)
+            return []
 
     def _reply(self, answer: bytes, server: IPv4Address, client: Any) -> None:
         """Answer as that server."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import functools
 import socket
 import struct
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address, ip_address
 from pathlib import Path
 
@@ -14,6 +17,7 @@ from managed_e2b.local.pumps import Streams
 DIAL_TIMEOUT = 30.0
 """Seconds for a connection to come to be, however many addresses are tried."""
 
+_RESOLVERS = ThreadPoolExecutor(32, "me2b-resolver")  # of their own: who answers late must not stop all else
 _RESOLV_CONF = Path("/etc/resolv.conf")
 
 # rtnetlink(7): struct nlmsghdr, struct rtmsg, and what is used of their constants
@@ -65,8 +69,11 @@ def _is_address(text: str) -> bool:
 
 async def resolve(name: str) -> list[IPv4Address]:
     """The IPv4 addresses of a name. Raises OSError."""
-    loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    ask = functools.partial(socket.getaddrinfo, name, None, family=socket.AF_INET, type=socket.SOCK_STREAM)
+    try:
+        found = await asyncio.get_running_loop().run_in_executor(_RESOLVERS, ask)
+    except UnicodeError as error:
+        raise OSError(errno.EINVAL, "no name of a host") from error
     return [IPv4Address(entry[4][0]) for entry in found]
 
 

@@ -77,8 +77,17 @@ class Policy:
         )
 
     def permits_dns(self, server: IPv4Address) -> bool:
-        """Whether a DNS server may be asked."""
+        """Whether a DNS server may be asked at all."""
         return server in self.dns_servers or self.permits(server)
+
+    def permits_question(self, server: IPv4Address, name: str | None) -> bool:
+        """Whether it may be asked that. `name`: see `questions.name_asked`.
+
+        Where only names are allowed, a question for another one could carry anything to whoever answers for it.
+        """
+        if self.permits(server):
+            return name is not None or server != DEFAULT_NAMESERVER
+        return server in self.dns_servers and name is not None and self.permits_name(name)
 
     @property
     def asks_for_a_way_out(self) -> bool:

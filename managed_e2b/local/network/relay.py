@@ -17,12 +17,17 @@ from ipaddress import IPv4Address
 from managed_e2b.local.network import outside
 from managed_e2b.local.network.names import peek
 from managed_e2b.local.network.policy import DEFAULT_NAMESERVER, NAME_PORTS, Policy, is_public
-from managed_e2b.local.pumps import CHUNK, carry
+from managed_e2b.local.network.questions import name_asked
+from managed_e2b.local.pumps import CHUNK, Streams, carry
 
 log = logging.getLogger(__name__)
 
 MOST_CONNECTIONS = 512
 """At once, of one sandbox; each takes two descriptors of the server."""
+MOST_LOOKUPS = 4
+"""Names of one sandbox that are looked up at once: the threads that do it are few."""
+QUESTION_TIMEOUT = 30.0
+"""Seconds until the next question, or its answer, on a connection to a DNS server."""
 PEEK_TIMEOUT = 10.0
 """Seconds that a connection on port 80 or 443 gets to say which name it is for, where that decides."""
 
@@ -52,6 +57,7 @@ class TcpRelay:
         self._policy = policy
         self._room = room
         self._server: asyncio.Server | None = None
+        self._lookups = asyncio.Semaphore(MOST_LOOKUPS)
         self._open: dict[asyncio.Task[None], Destination | None] = {}
 
     async def start(self) -> None:
@@ -62,10 +68,11 @@ class TcpRelay:
         return len(self._open)
 
     def reconsider(self) -> None:
-        """End the connections that the policy, as it is now, does not permit."""
+        """End the connections that the policy, as it is now, does not permit, and those to DNS servers."""
         policy = self._policy()
         for task, target in list(self._open.items()):
-            if target is not None and not _permitted(policy, target):
+            # what may be asked of a DNS server depends on the policy that a connection began with
+            if target is not None and (target.port == _DNS_PORT or not _permitted(policy, target)):
                 task.cancel()
 
     async def close(self) -> None:
@@ -106,29 +113,57 @@ class TcpRelay:
         task = asyncio.current_task()
         if task in self._open:
             self._open[task] = target
-        there = await outside.dial(await _addresses(policy, target), target.port)
-        there[1].write(head)
-        await carry((reader, writer), there)
+        there = await outside.dial(await self._addresses(policy, target), target.port)
+        if target.port == _DNS_PORT and not policy.permits_question(target.address, None):
+            await self._questions((reader, writer), there, target.address)
+        else:
+            there[1].write(head)
+            await carry((reader, writer), there)
+
+    async def _questions(self, here: Streams, there: Streams, server: IPv4Address) -> None:
+        """DNS over TCP, where not everything may be asked: one question after the other. Raises OSError."""
+        try:
+            while True:
+                async with asyncio.timeout(QUESTION_TIMEOUT):
+                    question = await _message(here[0])
+                    if not self._policy().permits_question(server, name_asked(question)):
+                        raise Refused(f"{server} may not be asked that")
+                    await _tell(there[1], question)
+                    await _tell(here[1], await _message(there[0]))
+        except asyncio.IncompleteReadError as error:
+            raise ConnectionResetError("one side of a connection to a DNS server ended") from error
+        finally:
+            there[1].close()
+
+    async def _addresses(self, policy: Policy, target: Destination) -> list[str]:
+        """Where to connect to for what is permitted. Raises Refused when that is the host or its network after all."""
+        if target.port == _DNS_PORT and target.address == DEFAULT_NAMESERVER:
+            return outside.nameservers()
+        if target.name is None:
+            found = [target.address]
+        else:  # resolved here: the sandbox's own idea of the name's address counts for nothing
+            async with self._lookups:
+                found = await outside.resolve(target.name)
+        fitting = [address for address in found if reachable(policy, address)]
+        if not fitting:
+            raise Refused(f"{target.name or target.address} is this host, or in its network")
+        return [str(address) for address in fitting]
+
+
+async def _message(reader: asyncio.StreamReader) -> bytes:
+    """One DNS message from a stream. Raises IncompleteReadError."""
+    return await reader.readexactly(int.from_bytes(await reader.readexactly(2), "big"))
+
+
+async def _tell(writer: asyncio.StreamWriter, message: bytes) -> None:
+    writer.write(len(message).to_bytes(2, "big") + message)
+    await writer.drain()
 
 
 def _permitted(policy: Policy, target: Destination) -> bool:
     if target.port == _DNS_PORT and policy.permits_dns(target.address):
         return True
     return policy.permits(target.address) or (target.name is not None and policy.permits_name(target.name))
-
-
-async def _addresses(policy: Policy, target: Destination) -> list[str]:
-    """Where to connect to for what is permitted. Raises Refused when that is the host or its network after all."""
-    if target.port == _DNS_PORT and target.address == DEFAULT_NAMESERVER:
-        return outside.nameservers()
-    if target.name is None:
-        found = [target.address]
-    else:  # resolved here: the sandbox's own idea of the name's address counts for nothing
-        found = await outside.resolve(target.name)
-    fitting = [address for address in found if reachable(policy, address)]
-    if not fitting:
-        raise Refused(f"{target.name or target.address} is this host, or in its network")
-    return [str(address) for address in fitting]
 
 
 def reachable(policy: Policy, address: IPv4Address) -> bool:

@@ -60,7 +60,7 @@ class Ways:
             way.change(policy)
 
     def _room(self) -> bool:
-        """Whether there are descriptors for one more connection: all sandboxes together get a quarter of them."""
+        """Whether there are descriptors for one more: all sandboxes together get a quarter of them."""
         return 4 * sum(map(len, self._ways.values())) < most_connections()
 
     async def _close_after(self, guest: Guest, way: _Way) -> None:
@@ -78,11 +78,11 @@ class _Way:
     ) -> None:
         self._policy = policy
         self._tcp = TcpRelay(stream, lambda: self._policy, room)
-        self._dns = DnsRelay(datagrams, lambda: self._policy)
+        self._dns = DnsRelay(datagrams, lambda: self._policy, room)
 
     def __len__(self) -> int:
-        """How many connections it carries."""
-        return len(self._tcp)
+        """How many connections and queries it carries."""
+        return len(self._tcp) + len(self._dns)
 
     async def start(self) -> None:
         await self._tcp.start()

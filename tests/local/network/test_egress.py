@@ -181,6 +181,42 @@ def test_names_are_looked_up_by_the_hosts_own_resolver_or_the_one_asked():
     in_the_world(test)
 
 
+ASK = """
+import socket, sys
+way, name, flags, kind = sys.argv[1:]
+labels = [label.encode() for label in name.split(".")]
+wire = b"".join(bytes([len(label)]) + label for label in labels) + bytes(1)
+query = bytes([1, 2, int(flags, 16), 0, 0, 1, 0, 0, 0, 0, 0, 0]) + wire + bytes([0, int(kind), 0, 1])
+sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM if way == "udp" else socket.SOCK_STREAM)
+sock.settimeout(10)
+sock.connect(("8.8.8.8", 53))
+sock.send(query if way == "udp" else len(query).to_bytes(2, "big") + query)
+answer = sock.recv(2 if way == "tcp" else 512)
+answer = sock.recv(512) if way == "tcp" else answer
+print(socket.inet_ntoa(answer[-4:]) if answer and not answer[3] & 15 else "refused")
+"""
+
+
+@pytest.mark.parametrize("way", ["udp", "tcp"])
+def test_only_plain_questions_reach_the_hosts_resolver_and_only_for_names_that_are_allowed(way):
+    async def test(boxes: Boxes) -> None:
+        async def ask(box: Inside, name: str, flags: str = "01", kind: int = 1) -> str:
+            return await box.run(f"python3 -c '{ASK}' {way} {name} {flags} {kind}")
+
+        anyone, named = await boxes.make(), await boxes.make(network={"denyOut": [ALL], "allowOut": ["*.example.com"]})
+        assert await ask(anyone, "anything.example.org") == SITE
+        assert await ask(named, "www.example.com") == SITE
+        for name in ("secrets.example.org", "example.com", "www.example.com.example.org"):
+            assert await ask(named, name) == REFUSED, name
+        for box in (anyone, named):
+            assert await ask(box, "www.example.com", flags="28") == REFUSED  # UPDATE
+            assert await ask(box, "www.example.com", flags="20") == REFUSED  # NOTIFY
+            assert await ask(box, "www.example.com", kind=252) == REFUSED  # AXFR
+        assert await ask(await boxes.make(allow_internet_access=False), "www.example.com") == REFUSED
+
+    in_the_world(test)
+
+
 UDP = """
 import errno, socket, sys
 sock = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)

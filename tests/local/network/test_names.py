@@ -8,6 +8,7 @@ import ssl
 
 import pytest
 
+from managed_e2b.local.network import outside
 from managed_e2b.local.network.names import MAX_HEAD, peek
 
 
@@ -68,3 +69,9 @@ async def test_an_end_before_there_is_a_name():
         reader.feed_data(data)
         reader.feed_eof()
         assert await peek(reader) == (data, None)
+
+
+@pytest.mark.parametrize("name", ["a..example.com", "x" * 64 + ".example.com", ".example.com", "x" * 300])
+async def test_what_is_no_name_is_not_found(name):
+    with pytest.raises(OSError, match="no name"):
+        await outside.resolve(name)

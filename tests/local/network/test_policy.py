@@ -94,6 +94,20 @@ def test_names_open_the_dns_servers_and_nothing_else():
     assert not parse(None, ["203.0.113.7"], [ALL], ["1.1.1.1"]).permits_dns(IPv4Address("1.1.1.1"))  # no names
 
 
+def test_what_a_dns_server_may_be_asked():
+    host, other = IPv4Address("8.8.8.8"), IPv4Address("1.1.1.1")
+    assert OPEN.permits_question(host, "x.org")
+    assert not OPEN.permits_question(host, None)  # it is the host's own, which may do more for the host
+    assert OPEN.permits_question(other, None)
+    names = parse(None, ["*.example.com"], [ALL])
+    assert names.permits_question(host, "x.example.com")
+    assert not names.permits_question(host, "x.org")
+    assert not names.permits_question(host, None)
+    assert not names.permits_question(other, "x.example.com")
+    assert not parse(False).permits_question(host, "x.org")
+    assert parse(None, ["*"], [ALL]).permits_question(host, "x.org")
+
+
 @pytest.mark.parametrize(
     ("allow", "deny", "servers", "words"),
     [

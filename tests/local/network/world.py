@@ -116,10 +116,20 @@ class _Names(socketserver.BaseRequestHandler):
 
     def handle(self) -> None:
         query, sock = self.request
-        question = query[12 : query.index(0, 12) + 5]
-        answer = b"\xc0\x0c" + struct.pack(">HHIH", 1, 1, 60, 4) + socket.inet_aton(SITE)
-        head = query[:2] + b"\x81\x80" + struct.pack(">HHHH", 1, 1, 0, 0)
-        sock.sendto(head + question + answer, self.client_address)
+        sock.sendto(_answer(query), self.client_address)
+
+
+class _NamesByTcp(socketserver.StreamRequestHandler):
+    def handle(self) -> None:
+        while length := int.from_bytes(self.rfile.read(2), "big"):
+            answer = _answer(self.rfile.read(length))
+            self.wfile.write(len(answer).to_bytes(2, "big") + answer)
+
+
+def _answer(query: bytes) -> bytes:
+    question = query[12 : query.index(0, 12) + 5]
+    answer = b"\xc0\x0c" + struct.pack(">HHIH", 1, 1, 60, 4) + socket.inet_aton(SITE)
+    return query[:2] + b"\x81\x80" + struct.pack(">HHHH", 1, 1, 0, 0) + question + answer
 
 
 def _tell(word: str) -> None:
@@ -142,6 +152,7 @@ def main() -> None:
         context: ssl.SSLContext = tls.prepare(Path(place), "example.com").context
     secured.socket = context.wrap_socket(secured.socket, server_side=True)
     servers += [secured, socketserver.ThreadingUDPServer((NAMESERVER, 53), _Names)]
+    servers += [socketserver.ThreadingTCPServer((NAMESERVER, 53), _NamesByTcp)]
     for server in servers:
         threading.Thread(target=server.serve_forever, daemon=True).start()
     _tell("ready")
