@@ -23,7 +23,7 @@ from managed_e2b.local.runtime import standins
 
 _USER_ID = 1000
 _DIRECTORIES = (
-    "dev", "etc", "etc/profile.d", "home", "media", "mnt", "opt", "proc", "root", "run", "run/lock",
+    "dev", "etc", "etc/pam.d", "etc/profile.d", "home", "media", "mnt", "opt", "proc", "root", "run", "run/lock",
     "srv", "sys", "tmp", "usr", "var", "var/cache", "var/lib", "var/local", "var/log", "var/mail", "var/opt",
     "var/spool", "var/tmp",
 )  # fmt: skip
@@ -32,7 +32,7 @@ _LINKS = {"etc/mtab": "/proc/self/mounts", "var/run": "/run", "var/lock": "/run/
 _TOP_LINKS = ("bin", "lib", "lib32", "lib64", "libx32", "sbin")
 # Files and directories of the host's /etc that are public and say nothing of who uses the host.
 _FROM_ETC = (
-    "alternatives", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "host.conf", "inputrc",
+    "adduser.conf", "alternatives", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "host.conf", "inputrc",
     "java-11-openjdk", "java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d",
     "locale.alias", "locale.conf", "localtime", "login.defs", "lsb-release", "magic", "magic.mime", "mime.types",
     "networks", "os-release", "perl", "pki/ca-trust/extracted", "pki/tls/certs", "protocols", "python3",

@@ -23,10 +23,11 @@ def passwd(one_id: bool) -> str:
 def group(one_id: bool) -> str:
     user = f"user:x:{0 if one_id else 1000}:\n"
     root = "root:x:0:\n"
-    rest = "daemon:x:1:\nadm:x:4:\ntty:x:5:\nsudo:x:27:user\nstaff:x:50:\nnogroup:x:65534:\n"
+    rest = "daemon:x:1:\nadm:x:4:\ntty:x:5:\nsudo:x:27:user\nstaff:x:50:\nusers:x:100:\nnogroup:x:65534:\n"
     return (user + root if one_id else root + user) + rest
 
 
+_PAM = ("auth", "account", "password", "session")
 FILES = {
     "etc/hostname": f"{HOSTNAME}\n",
     "etc/hosts": f"127.0.0.1\tlocalhost {HOSTNAME} e2b\n::1\tlocalhost ip6-localhost ip6-loopback\n",
@@ -35,6 +36,8 @@ FILES = {
         "passwd: files\ngroup: files\nshadow: files\nhosts: files dns\nnetworks: files\n"
         "protocols: files\nservices: files\nethers: files\nrpc: files\n"
     ),
+    # `adduser`, `su` and the like ask PAM; without a word on it they fail. Who is root inside may anything anyway.
+    "etc/pam.d/other": "".join(f"{kind}\trequired\tpam_permit.so\n" for kind in _PAM),
     "etc/shells": "/bin/sh\n/bin/bash\n/usr/bin/sh\n/usr/bin/bash\n",
     "etc/profile": (
         f'export PATH="{PATH}"\n'

@@ -310,6 +310,16 @@ async def test_sudo_writes_where_user_cannot(box: Box, two_ids: None) -> None:
     assert "Permission denied" in result.err
 
 
+async def test_root_inside_makes_and_removes_accounts(box: Box, two_ids: None) -> None:
+    if (await box.run("command -v adduser")).code:
+        pytest.skip("this host has no adduser")
+    made = await box.run(
+        "adduser --gecos 'Some One' --disabled-password some-one && su some-one -c 'id -un; echo ~'", user="root"
+    )
+    assert (made.out.splitlines()[-2:], made.code) == (["some-one", "/home/some-one"], 0), made.err
+    assert (await box.run("userdel -r some-one && ! id some-one", user="root")).code == 0
+
+
 async def test_the_account(box: Box) -> None:
     result = await box.run(
         "id -un; echo ~; cd; pwd; touch x; stat -c '%U %G %a' x; stat -c '%U %a' ~", cwd="/home/user"
