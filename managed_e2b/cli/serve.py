@@ -79,6 +79,10 @@ def serve(
     pids: Annotated[
         int | None, typer.Option("--sandbox-pids", metavar="N", help="Processes and threads of a sandbox (4096).")
     ] = None,
+    keep_volumes: Annotated[
+        bool,
+        typer.Option("--keep-volumes/--forget-volumes", help="Whether volumes stay in --data-dir for the next server."),
+    ] = True,
     as_json: AsJson = False,
 ) -> None:
     """Run the local E2B-compatible server until Ctrl-C or SIGTERM; its sandboxes end with it.
@@ -110,6 +114,7 @@ def serve(
             tls_domain=(domain or DEFAULT_DOMAIN) if tls else None,
             internet=internet,
             registry_mirrors=_mirrors(registry_mirror or []),
+            keep_volumes=keep_volumes,
             cache_bytes=None if cache_size is None else int(cache_size * 10**9),
             sizes=_sizes(cpus=cpus, memory_mb=memory, disk_mb=disk, pids=pids),
             announce=_print_ready if as_json else _tell_ready,

@@ -52,7 +52,8 @@ class LocalServer:
     https to whoever uses it as HTTPS proxy; None: plain HTTP only. `internet` False: no sandbox reaches anything
     outside, whatever it is made with. `registry_mirrors`: container registry → URL of what to pull from in its place.
     `cache_bytes`: of what builds of templates keep for later ones (None: the runtime's choice). `sizes`: what a sandbox
-    gets whose template does not ask for anything else (None: `Sizes()`). Nothing is done before `start`.
+    gets whose template does not ask for anything else (None: `Sizes()`). `keep_volumes`: they stay in the data
+    directory, for the next server that keeps them. Nothing is done before `start`.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class LocalServer:
         internet: bool = True,
         registry_mirrors: Mapping[str, str] | None = None,
         cache_bytes: int | None = None,
+        keep_volumes: bool = False,
         sizes: Sizes | None = None,
     ) -> None:
         self._sizes = sizes
         self._cache_bytes = cache_bytes
+        self._keep_volumes = keep_volumes
         self._port = port
         self._data_dir = data_dir
         self._runtime = runtime
@@ -112,7 +115,8 @@ class LocalServer:
                 from managed_e2b.local import tls
 
                 self.tls = await asyncio.to_thread(tls.prepare, keys.tls_directory(), self._tls_domain)
-            self._runtime = self._runtime or _default_runtime(self._data_dir, self._cache_bytes)
+            if self._runtime is None:
+                self._runtime = _default_runtime(self._data_dir, self._cache_bytes, self._keep_volumes)
             await asyncio.gather(self._runtime.start(), asyncio.to_thread(self._load))
         except BaseException:
             listener.close()
@@ -269,11 +273,11 @@ def _listen(port: int) -> socket.socket:
     return listener
 
 
-def _default_runtime(data_dir: Path | None, cache_bytes: int | None) -> Runtime:
+def _default_runtime(data_dir: Path | None, cache_bytes: int | None, keep_volumes: bool) -> Runtime:
     from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 
     more = {} if cache_bytes is None else {"cache_bytes": cache_bytes}
-    return BubblewrapRuntime(data_dir, **more)
+    return BubblewrapRuntime(data_dir, keep_volumes=keep_volumes, **more)
 
 
 def _default_envd() -> EnvdFactory:
@@ -291,6 +295,7 @@ def run_server(
     internet: bool = True,
     registry_mirrors: Mapping[str, str] | None = None,
     cache_bytes: int | None = None,
+    keep_volumes: bool = False,
     sizes: Sizes | None = None,
     announce: Callable[[LocalServer], None] | None = None,
 ) -> None:
@@ -310,6 +315,7 @@ def run_server(
         internet=internet,
         registry_mirrors=registry_mirrors,
         cache_bytes=cache_bytes,
+        keep_volumes=keep_volumes,
         sizes=sizes,
     )
     asyncio.run(_run(server, announce))

@@ -71,6 +71,8 @@ class SandboxApi:
         key = request.headers.get("idempotency-key")
         if key is not None:
             check_key(key)
+        if body.volume_mounts:
+            await self._volumes.load()
         spec = self._spec(body, default_timeout, secure)
 
         async def effect() -> dict[str, Any]:

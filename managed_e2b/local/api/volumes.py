@@ -30,15 +30,19 @@ class VolumeApi:
 
     async def create(self, request: Request) -> Response:
         body = await schemas.read_body(request, NewVolume)
+        await self._volumes.load()
         return JSONResponse(_with_token(await self._volumes.create(body.name)), 201)
 
     async def list(self, request: Request) -> Response:
+        await self._volumes.load()
         return JSONResponse([_view(volume) for volume in self._volumes])
 
     async def get(self, request: Request) -> Response:
+        await self._volumes.load()
         return JSONResponse(_with_token(self._volumes.get(request.path_params["id"])))
 
     async def delete(self, request: Request) -> Response:
+        await self._volumes.load()
         await self._volumes.delete(request.path_params["id"])
         return Response(status_code=204)
 

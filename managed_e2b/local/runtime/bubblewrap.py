@@ -44,16 +44,23 @@ class BubblewrapRuntime:
 
     `data_dir`: where sandboxes keep their files; None chooses /var/lib/me2b for root and ~/.cache/me2b/local for
     others, and memory (/dev/shm) where neither can hold an overlay. `cache_bytes`: of what builds keep there for later.
+    `keep_volumes`: they stay there, for the next server that keeps them.
     """
 
-    def __init__(self, data_dir: str | os.PathLike[str] | None = None, *, cache_bytes: int = MOST_BYTES) -> None:
+    def __init__(
+        self,
+        data_dir: str | os.PathLike[str] | None = None,
+        *,
+        cache_bytes: int = MOST_BYTES,
+        keep_volumes: bool = False,
+    ) -> None:
         self._cache_bytes = cache_bytes
         self._ground = Ground(data_dir)
         self._spawners = Spawners(self._ground.show, self._on_spawner_death)
         self._images = ImageStore(lambda: self.spawner_link, lambda: self._ground.view)
         self._recipes = Recipes(self._ground, self._images)
         self._library: ShelfLibrary | None = None
-        self._volumes = VolumeStore(lambda: self.spawner_link, self._ground)
+        self._volumes = VolumeStore(lambda: self.spawner_link, self._ground, keep=keep_volumes)
         self._guests: dict[str, BubblewrapGuest] = {}
         self._launching: dict[str, asyncio.Task[BubblewrapGuest]] = {}
         self._chores: set[asyncio.Task[None]] = set()
@@ -180,7 +187,7 @@ class BubblewrapRuntime:
                 await spawner.call("bury", sandbox=sandbox_id, directory=directory)
             detail = error.message if isinstance(error, OperationFailed) else f"not ready after {_LAUNCH_SECONDS} s"
             if detail.startswith(f"{layers.VOLUME_STEP}: "):
-                raise MountFailed(detail) from error
+                raise MountFailed(f"a volume cannot be mounted there ({detail})") from error
             raise RuntimeUnavailable(f"a sandbox did not start ({detail}): {doctor.explain_launch(detail)}") from error
         finally:
             channel.close_all(mounts)
@@ -251,6 +258,7 @@ class BubblewrapRuntime:
             if spawner is not None:
                 await self._ground.clear(spawner)
                 await spawner.close()
+            self._volumes.close()
 
 
 def _raise_descriptor_limit() -> None:

@@ -3,30 +3,59 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
+import logging
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from managed_e2b.local.runtime.base import Reply
+from managed_e2b.local.runtime.base import GuestError, Reply
 from managed_e2b.local.runtime.ground import Ground
 from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
+from managed_e2b.local.runtime.volume_shelf import FILES, VolumeShelf, directory_name
 from managed_e2b.local.runtime.volumes import Mount, MountFailed
+
+_log = logging.getLogger(__name__)
 
 
 class VolumeStore:
-    """One a runtime. Nothing is made before the first volume is."""
+    """One a runtime. Nothing is made before somebody asks. `keep`: they outlive the server, see `volume_shelf`."""
 
-    def __init__(self, spawner: Callable[[], SpawnerLink], ground: Ground) -> None:
+    def __init__(self, spawner: Callable[[], SpawnerLink], ground: Ground, *, keep: bool) -> None:
         self._spawner = spawner
         self._ground = ground
+        self._keep = keep
+        self._shelf: VolumeShelf | None = None
         self._rooms = itertools.count(1)  # an overlay wants a directory of its own to work in
         self._room_of: SpawnerLink | None = None
         self._lock = asyncio.Lock()
 
-    async def create(self, volume: str) -> None:
+    async def open(self) -> dict[str, str]:
+        if not self._keep:
+            return {}
+        try:
+            if self._shelf is None:
+                self._shelf = await asyncio.to_thread(VolumeShelf, self._ground.home.top, self._ground.ids)
+            names, half = await asyncio.to_thread(self._shelf.look)
+        except OSError as error:
+            raise _failed(error) from error
+        for volume in half:
+            _log.warning("removing volume %s, which was being made or removed when an earlier server died", volume)
+            await self.remove(volume)
+        return names
+
+    async def create(self, volume: str, name: str) -> None:
         await self._call(self._spawner(), "create_volume", volume=volume)
+        if self._shelf is not None:
+            try:
+                await asyncio.to_thread(self._shelf.add, volume, name)
+            except OSError as error:
+                raise _failed(error) from error
 
     async def remove(self, volume: str) -> None:
+        if self._shelf is not None:
+            await asyncio.to_thread(self._shelf.drop, volume)
         await self._call(self._spawner(), "remove_volume", volume=volume)
 
     async def call(self, volume: str, op: str, **args: Any) -> Reply:
@@ -41,11 +70,26 @@ class VolumeStore:
         except OperationFailed as error:
             raise MountFailed(f"its volumes cannot be mounted: {error.message}") from error
 
+    def close(self) -> None:
+        """Let another server have what is kept. Nothing is mounted any more."""
+        shelf, self._shelf = self._shelf, None
+        if shelf is not None:
+            shelf.close()
+
     async def _call(self, spawner: SpawnerLink, op: str, **args: Any) -> Reply:
         async with self._lock:
             if spawner is not self._room_of:
                 scratch = f"{self._ground.view}/rooms/{next(self._rooms)}"
-                store, overlay = f"{self._ground.view}/volumes", self._ground.overlay
-                await spawner.call("open_room", store=store, scratch=scratch, overlay=overlay)
+                await spawner.call("open_room", store=self._store, scratch=scratch, overlay=self._ground.overlay)
                 self._room_of = spawner
         return await spawner.call(op, **args)
+
+    @property
+    def _store(self) -> str:
+        if self._shelf is None:
+            return f"{self._ground.view}/volumes"
+        return f"{os.path.dirname(self._ground.view)}/{directory_name(self._ground.ids)}/{FILES}"
+
+
+def _failed(error: OSError) -> GuestError:
+    return GuestError(error.errno or errno.EIO, error.strerror or str(error))

@@ -18,6 +18,10 @@ class MountFailed(Exception):
     """A volume cannot be mounted in a sandbox. The message says why, in one line."""
 
 
+class VolumesTaken(Exception):
+    """Another server has the volumes that are kept. The message says where, in one line."""
+
+
 @dataclass(frozen=True)
 class Mount:
     """A volume, by its id, at an absolute path of a sandbox. What is missing of the path is made."""
@@ -29,7 +33,14 @@ class Mount:
 class Volumes(Protocol):
     """Ids are the caller's. All raise GuestGone when what does the work died, which it does again at the next call."""
 
-    async def create(self, volume: str) -> None:
+    async def open(self) -> dict[str, str]:
+        """To be called once, before all else: the volumes that earlier servers kept, as names by ids.
+
+        Raises VolumesTaken, GuestError; then it may be called again.
+        """
+        ...
+
+    async def create(self, volume: str, name: str) -> None:
         """A new and empty one, which everybody in a sandbox may write to. Raises GuestError."""
         ...
 

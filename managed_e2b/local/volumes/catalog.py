@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import hmac
 import logging
@@ -12,7 +13,7 @@ from dataclasses import dataclass, field
 
 from managed_e2b.local.errors import ApiError, bad_request
 from managed_e2b.local.runtime.base import GuestError, GuestGone, Runtime, RuntimeUnavailable
-from managed_e2b.local.runtime.volumes import Volumes
+from managed_e2b.local.runtime.volumes import Volumes, VolumesTaken
 from managed_e2b.local.tasks import Tasks
 from managed_e2b.local.volumes.rules import VolumeMount, is_name, mount_problems
 
@@ -39,6 +40,23 @@ class VolumeCatalog:
         self._tasks = tasks or Tasks()
         self._volumes: dict[str, Volume] = {}
         self._making: set[str] = set()  # names
+        self._loading = asyncio.Lock()
+        self._loaded = False
+
+    async def load(self) -> None:
+        """Before all else that is asked of it. Raises ApiError(503) when another server has the volumes."""
+        async with self._loading:
+            if self._loaded:
+                return
+            try:
+                kept = await self.files.open()
+            except VolumesTaken as error:
+                text = f"{error}: stop it, or start this one with --forget-volumes or another --data-dir"
+                raise ApiError(503, text, headers={"Should-Retry": "false"}) from error
+            except (GuestError, GuestGone, RuntimeUnavailable) as error:
+                raise _refused("found", error) from error
+            self._volumes = {volume_id: _volume(volume_id, name) for volume_id, name in sorted(kept.items())}
+            self._loaded = True
 
     def __iter__(self) -> Iterator[Volume]:
         return iter(list(self._volumes.values()))
@@ -81,9 +99,9 @@ class VolumeCatalog:
         return await self._tasks.finish(self._create(name))
 
     async def _create(self, name: str) -> Volume:
-        volume = Volume(str(uuid.uuid4()), name, secrets.token_urlsafe(32))
+        volume = _volume(str(uuid.uuid4()), name)
         try:
-            await self.files.create(volume.volume_id)
+            await self.files.create(volume.volume_id, name)
         except (GuestError, GuestGone, RuntimeUnavailable) as error:
             raise _refused("created", error) from error
         finally:
@@ -101,7 +119,7 @@ class VolumeCatalog:
         try:
             await self.files.remove(volume.volume_id)
         except (GuestError, GuestGone, RuntimeUnavailable) as error:
-            # nobody can reach them any more, and they go with the server
+            # nobody can reach them any more; the next server removes them, or they go with this one
             log.warning("the files of volume %s could not be removed: %s", volume.volume_id, error)
 
     def mounts(self, asked: Sequence[tuple[str, str]]) -> tuple[VolumeMount, ...]:
@@ -117,6 +135,10 @@ class VolumeCatalog:
 
     async def close(self) -> None:
         await self._tasks.cancel()
+
+
+def _volume(volume_id: str, name: str) -> Volume:
+    return Volume(volume_id, name, secrets.token_urlsafe(32))
 
 
 def _refused(what: str, error: GuestError | GuestGone | RuntimeUnavailable) -> ApiError:
