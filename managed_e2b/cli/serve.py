@@ -74,7 +74,7 @@ def serve(
         typer.Option("--sandbox-memory", metavar="MB", help="Memory of a sandbox whose template does not say (4096)."),
     ] = None,
     disk: Annotated[
-        int | None, typer.Option("--sandbox-disk", metavar="MB", help="What a sandbox may write (10240).")
+        int | None, typer.Option("--sandbox-disk", metavar="MB", help="The largest file of a sandbox (10240).")
     ] = None,
     pids: Annotated[
         int | None, typer.Option("--sandbox-pids", metavar="N", help="Processes and threads of a sandbox (4096).")

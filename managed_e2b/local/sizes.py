@@ -22,7 +22,8 @@ class Sizes:
     """What a sandbox gets whose template does not ask for anything else.
 
     `cpus` are upstream's two. Memory is more than upstream's 512 MB: what is not used costs nothing here, and builds of
-    ordinary projects die with so little. A sandbox may use `pids` processes and threads.
+    ordinary projects die with so little. A sandbox may use `pids` processes and threads. No file of it is larger than
+    `disk_mb`: all of them together no host can bound without quotas that its filesystem was made for.
     """
 
     cpus: float = 2.0
@@ -42,12 +43,9 @@ class Sizes:
             raise ValueError(f"a sandbox needs at least {SMALLEST_PIDS} processes")
 
     def limits(self, cpu_count: int | None = None, memory_mb: int | None = None) -> Limits:
-        """Of a sandbox whose template asks for that many CPUs and that much memory; None: it does not ask.
-
-        No file can be larger than the disk, which is all that most hosts can enforce of that.
-        """
+        """Of a sandbox whose template asks for that many CPUs and that much memory; None: it does not ask."""
         memory = max(SMALLEST_MEMORY_MB, memory_mb or self.memory_mb)
-        return Limits(memory * MB, float(cpu_count or self.cpus), self.pids, self.disk_mb * MB, self.disk_mb * MB)
+        return Limits(memory * MB, float(cpu_count or self.cpus), self.pids, self.disk_mb * MB)
 
 
 class Asked(Protocol):
@@ -75,5 +73,5 @@ def shown(limits: Limits, enforced: Enforced) -> Size:
     return Size(
         min(cpus, math.ceil(kept.cpus or cpus)),
         min(memory, kept.memory or memory) // MB,
-        (kept.disk or enforced.disk_bytes) // MB,
+        enforced.disk_bytes // MB,
     )

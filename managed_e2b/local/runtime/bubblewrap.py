@@ -178,7 +178,7 @@ class BubblewrapRuntime:
                     "launch",
                     mounts,
                     sandbox=sandbox_id,
-                    argv=self._ground.command_line(layout),
+                    argv=self._ground.command_line(layout, spec.limits),
                     layout=asdict(layout),
                     limits=asdict(spec.limits),
                 )

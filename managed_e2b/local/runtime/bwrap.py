@@ -24,20 +24,23 @@ _INIT = (
 # More than root inside has, so that root may not trace it.
 _INIT_CAPABILITY = "CAP_SYS_PTRACE"
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"  # a start of a sandbox is a boot, as in a virtual machine
-_SHM_BYTES = 256 * 1024 * 1024
+_MOST_SHARED_MEMORY = 256 * 1024 * 1024
 
 
-def arguments(program: str, root: str, usr: str | None, binds: Sequence[tuple[str, str]] = ()) -> list[str]:
+def arguments(
+    program: str, root: str, usr: str | None, binds: Sequence[tuple[str, str]] = (), memory: int | None = None
+) -> list[str]:
     """`root` and `usr`: what the sandbox has there, writable; None: its root has a /usr. `binds`: (path on the host,
-    path inside), read-only.
+    path inside), read-only. `memory`: its limit in bytes; half of it may be files in /dev/shm, which end with nobody.
     """
+    shared = min(_MOST_SHARED_MEMORY, (memory or 2 * _MOST_SHARED_MEMORY) // 2)
     argv = [program, "--unshare-pid", "--unshare-ipc", "--unshare-uts", "--unshare-net", "--unshare-cgroup-try"]
     argv += ["--hostname", standins.HOSTNAME, "--die-with-parent", "--as-pid-1", "--info-fd", str(INFO_FD)]
     argv += ["--bind", root, "/"] + (["--bind", usr, "/usr"] if usr is not None else [])
     for source, target in binds:
         argv += ["--ro-bind", source, target]
     argv += ["--proc", "/proc", "--perms", "0444", "--ro-bind-data", str(BOOT_ID_FD), _BOOT_ID]
-    argv += ["--dev", "/dev", "--perms", "1777", "--size", str(_SHM_BYTES), "--tmpfs", "/dev/shm"]
+    argv += ["--dev", "/dev", "--perms", "1777", "--size", str(shared), "--tmpfs", "/dev/shm"]
     argv += ["--clearenv", "--setenv", "PATH", standins.PATH, "--chdir", "/"]
     argv += ["--cap-drop", "ALL", "--cap-add", _INIT_CAPABILITY]
     return [*argv, "--", "/bin/bash", "-c", _INIT, "init"]

@@ -30,7 +30,7 @@ class Confinement:
     def parse(cls, group: str, trees: Sequence[Tree], limits: dict[str, Any]) -> Confinement:
         """Raises TypeError or ValueError for anything that is not a limit."""
         found = Limits(**limits)
-        values = (found.memory, found.cpus, found.pids, found.disk, found.file)
+        values = (found.memory, found.cpus, found.pids, found.file)
         if not all(value is None or (isinstance(value, (int, float)) and value > 0) for value in values):
             raise ValueError("a limit must be positive")
         return cls(group, trees, found)

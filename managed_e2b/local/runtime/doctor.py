@@ -15,6 +15,7 @@ from pathlib import Path
 from managed_e2b.local.runtime import bwrap, idmap, linux, netlink
 from managed_e2b.local.runtime.base import RuntimeUnavailable
 from managed_e2b.local.runtime.idmap import IdMap
+from managed_e2b.local.runtime.limits import Enforced
 
 _MINIMUM_KERNEL = (5, 11)  # overlays inside user namespaces
 _TRIAL_SECONDS = 30
@@ -54,7 +55,7 @@ def examine(data_dir: str | os.PathLike[str] | None = None) -> list[Check]:
     """Look at everything, and start a sandbox if nothing speaks against it. Takes a second; not for an event loop."""
     checks = [kernel(os.uname().release), bubblewrap(), user_namespaces(), ids(idmap.detect()), *programs(), network()]
     if all(check.ok for check in checks):
-        checks.append(trial(data_dir))
+        checks += trial(data_dir)
     return checks
 
 
@@ -155,21 +156,33 @@ def network() -> Check:
     return Check("network", True, f"sandboxes reach nothing but their own loopback ({detail}); to change that, {way}")
 
 
-def trial(data_dir: str | os.PathLike[str] | None = None) -> Check:
-    """Start a sandbox and end it."""
+def limits(found: Enforced, uid: int) -> Check:
+    """Never fatal: what is not enforced, a sandbox takes from the others and the host."""
+    detail = found.describe()
+    if found.missing:
+        way = "start the server as `systemd-run --user --scope -p Delegate=yes me2b serve`"
+        if uid == 0:
+            way = "let the server write to its control group (in a container: --cgroupns=private and a writable one)"
+        detail += f" ({'; '.join(found.missing)}; to have more, {way})"
+    return Check("limits", True, detail)
+
+
+def trial(data_dir: str | os.PathLike[str] | None = None) -> list[Check]:
+    """Start a sandbox and end it; what it can be kept to."""
     from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 
-    async def attempt() -> str:
+    async def attempt() -> tuple[str, Enforced]:
         runtime = BubblewrapRuntime(data_dir)
         async with asyncio.timeout(_TRIAL_SECONDS):
             await runtime.start()
             try:
                 await (await runtime.create("doctor")).kill()
-                return runtime.describe()
+                return runtime.describe(), runtime.enforced
             finally:
                 await runtime.close()
 
     try:
-        return Check("a sandbox", True, f"starts; {asyncio.run(attempt())}")
+        where, enforced = asyncio.run(attempt())
     except (RuntimeUnavailable, TimeoutError) as error:
-        return Check("a sandbox", False, str(error) or f"not ready after {_TRIAL_SECONDS} s")
+        return [Check("a sandbox", False, str(error) or f"not ready after {_TRIAL_SECONDS} s")]
+    return [Check("a sandbox", True, f"starts; {where}"), limits(enforced, os.geteuid())]

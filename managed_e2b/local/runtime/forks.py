@@ -160,7 +160,12 @@ class Forks:
 def _receive(sock: socket.socket) -> Told:
     data, fds = channel.receive(sock)
     if not data:
-        return {"errno": errno.EIO, "message": "the helper process died", "step": "fork"}, fds or []
+        # Nobody but the kernel kills it, in a sandbox whose memory is full.
+        return {
+            "errno": errno.ENOMEM,
+            "message": "it was killed while it began: out of memory",
+            "step": "fork",
+        }, fds or []
     if fds is None:
         return {**json.loads(data), **channel.LOST}, []
     return json.loads(data), fds

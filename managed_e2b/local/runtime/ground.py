@@ -20,7 +20,7 @@ from managed_e2b.local.runtime.cgroups import Tree
 from managed_e2b.local.runtime.idmap import IdMap
 from managed_e2b.local.runtime.images import LAYERS, Image
 from managed_e2b.local.runtime.layers import Layout
-from managed_e2b.local.runtime.limits import Enforced
+from managed_e2b.local.runtime.limits import Enforced, Limits
 from managed_e2b.local.runtime.link import OperationFailed, SpawnerLink
 from managed_e2b.local.runtime.storage import Home
 
@@ -64,10 +64,10 @@ class Ground:
         """Where the files of a new sandbox lie."""
         return Layout(self.view, sandbox_id, image.root, image.usr, memory=not self.overlay)
 
-    def command_line(self, layout: Layout) -> list[str]:
-        """bubblewrap's, for a sandbox with these files."""
+    def command_line(self, layout: Layout, limits: Limits) -> list[str]:
+        """bubblewrap's, for a sandbox with these files and limits."""
         binds = bwrap.host_binds(self._python) if layout.usr is not None else []
-        return bwrap.arguments(self._program, layout.merged_root, layout.merged_usr, binds)
+        return bwrap.arguments(self._program, layout.merged_root, layout.merged_usr, binds, limits.memory)
 
     async def lay(self, spawner: SpawnerLink, program: Path) -> Image:
         """Find a place, clear it of what servers that died have left, and make `base` there.

@@ -11,14 +11,13 @@ class Limits:
     """Of one sandbox, all its processes together. None: no limit.
 
     `memory` in bytes, files in its /dev/shm included; `cpus` in cores' worth of time; `pids` counts processes and
-    threads; `disk` in bytes of what it changes, `file` in bytes of one file. What cannot be enforced on this host is
-    `Enforced`'s to tell.
+    threads; `file` in bytes is the size of its largest file. What cannot be enforced on this host is `Enforced`'s to
+    tell.
     """
 
     memory: int | None = None
     cpus: float | None = None
     pids: int | None = None
-    disk: int | None = None
     file: int | None = None
 
 
@@ -34,7 +33,6 @@ class Enforced:
 
     controllers: frozenset[str] = frozenset()
     freezer: bool = False
-    quota: bool = False
     disk_bytes: int = 0
     missing: tuple[str, ...] = ()
 
@@ -44,7 +42,6 @@ class Enforced:
             limits.memory if "memory" in self.controllers else None,
             limits.cpus if "cpu" in self.controllers else None,
             limits.pids,
-            limits.disk if self.quota else None,
             limits.file,
         )
 
@@ -55,10 +52,9 @@ class Enforced:
         parts = [f"{', '.join(by_groups)} by control groups"] if by_groups else []
         if "pids" not in self.controllers:
             parts.append("processes by RLIMIT_NPROC")
-        parts.append("disk by project quotas" if self.quota else "the size of a file by RLIMIT_FSIZE, disk not at all")
-        not_kept = [word for controller, word in kept.items() if controller not in self.controllers and word[0] != "p"]
-        if not_kept:
-            parts.append(f"not enforced: {', '.join(not_kept)}")
+        parts.append("the size of a file by RLIMIT_FSIZE")
+        others = [kept[controller] for controller in ("memory", "cpu") if controller not in self.controllers]
+        parts.append(f"not enforced: {', '.join([*others, 'disk as a whole'])}")
         parts.append("pause by the control group freezer" if self.freezer else "pause by SIGSTOP")
         return "; ".join(parts)
 
