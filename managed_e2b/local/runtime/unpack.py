@@ -16,14 +16,15 @@ import importlib
 import os
 import resource
 import shutil
+import signal
 import stat
 import tarfile
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from managed_e2b.local.runtime import linux
+from managed_e2b.local.runtime import children, linux
 
 try:
     _zstd: Any = importlib.import_module("compression.zstd")  # Python 3.14 has it
@@ -38,6 +39,12 @@ _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _BLOCK = 1 << 20
 _MEMORY = 1 << 30  # an archive may claim a header of any length, which is read whole
+_CPU_SECONDS = 900  # the largest layers take some minutes; some headers keep `tarfile` busy for days
+_CPU_GRACE = 10  # to say so; whoever is too busy even for that is killed
+# What `tarfile`, and the system calls with what it read, make of an archive that was forged.
+_DAMAGED = (
+    tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, OverflowError, RecursionError, MemoryError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,8 +74,10 @@ def unpack(archive: int, directory: str, bounds: Bounds) -> dict[str, int]:
     """Unpack a tar archive, plain or compressed, into `directory/root`, both new; it is on disk when this returns.
 
     For a fork: its root is another one afterwards. Returns `size` in bytes, `entries`, and how many were `left_out`.
-    Raises OSError: EINVAL for what is no such archive, EFBIG for one beyond its bounds, and whatever a full disk says.
+    Raises OSError: EINVAL for what is no such archive, EFBIG for one beyond its bounds or one that takes too long, and
+    whatever a full disk says.
     """
+    children.seal_imports()  # from now on what lies where modules do comes from the archive
     os.mkdir(directory, 0o755)
     root = f"{directory}/root"
     os.mkdir(root, 0o755)
@@ -77,18 +86,24 @@ def unpack(archive: int, directory: str, bounds: Bounds) -> dict[str, int]:
     os.chdir("/")
     os.umask(0)
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    signal.signal(signal.SIGXCPU, _too_long)
+    resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS + _CPU_GRACE))
     layer = _Layer(bounds)
     try:
         with _decompressed(archive) as stream, tarfile.open(fileobj=stream, mode="r|", bufsize=_BLOCK) as tar:
             for member in tar:
                 tar.members = []  # type: ignore[attr-defined]  # it would keep all of them
                 _write(layer, tar, member)
-    except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, UnicodeError, MemoryError) as error:
+    except _DAMAGED as error:
         raise OSError(errno.EINVAL, f"the layer is damaged: {error}") from error
     _finish(layer)
     linux.sync_filesystem(handle)
     os.close(handle)
     return {"size": layer.size, "entries": layer.entries, "left_out": layer.left_out}
+
+
+def _too_long(number: int, frame: object) -> NoReturn:
+    raise OSError(errno.EFBIG, "the layer takes too long to unpack")
 
 
 @contextlib.contextmanager
@@ -112,6 +127,8 @@ def _write(layer: _Layer, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None
     layer.entries += 1
     if layer.entries > layer.bounds.entries:
         raise OSError(errno.EFBIG, f"the layer has more than {layer.bounds.entries} entries")
+    if member.size < 0:
+        raise OSError(errno.EINVAL, "the layer has a file of less than no bytes")
     layer.size += 0 if member.isdir() else member.size
     if layer.size > layer.bounds.size:
         raise OSError(errno.EFBIG, f"the layer has more than {layer.bounds.size} bytes")
