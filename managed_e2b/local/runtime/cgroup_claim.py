@@ -10,9 +10,10 @@ Standard library only; runs in a fork of the spawner.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -75,38 +76,34 @@ def claim(name: str, server: Sequence[int]) -> dict[str, Any]:
     for the groups in there: all its sandboxes are dead, or dying.
     """
     trees: list[Tree] = []
-    missing: list[str] = []
+    refused: set[str] = set()
     found = mounts(Path("/proc/self/mountinfo").read_text(), Path("/proc/self/cgroup").read_text())
     for mount in sorted(found, key=lambda mount: -mount.version):  # version 2 first: it kills, and so frees the others
-        made = _below(mount.own, name, mount) if mount.version == 1 else _in_version_2(mount, name, server)
-        if isinstance(made, Tree):
-            trees.append(made)
-        else:
-            missing.append(made)
-    have = frozenset().union(*(tree.controllers for tree in trees))
+        try:
+            trees.append(_below(mount.own, name, mount) if mount.version == 1 else _in_version_2(mount, name, server))
+        except OSError as error:
+            refused.add(error.strerror or str(error))
+    missing = lacking(frozenset().union(*(tree.controllers for tree in trees)))
     if not found:
-        missing.append("no control groups are mounted here")
-    elif not missing and lacking(have):
-        missing.append(f"no control group hands down {', '.join(lacking(have))}")
-    return {"trees": [tree.as_list() for tree in trees], "missing": missing if lacking(have) else []}
+        refused = {"none are mounted here"}
+    why = ", ".join(sorted(refused)) or "the server's own group does not hand them down"
+    said = [f"no control groups of its own for {', '.join(missing)}: {why}"] if missing else []
+    return {"trees": [tree.as_list() for tree in trees], "missing": said}
 
 
-def _below(parent: str, name: str, mount: Mount) -> Tree | str:
-    """A tree in a group, proved by a process that joins a group of it; or why there can be none."""
+def _below(parent: str, name: str, mount: Mount) -> Tree:
+    """A tree in a group, proved by a process that joins a group of it. Raises OSError."""
     directory = f"{parent}/{name}"
+    _mkdir(directory)
     try:
-        _mkdir(directory)
         cgroups.empty_tree(directory)
-    except OSError as error:
-        return f"{parent}: {error.strerror}"
-    try:
         controllers = mount.controllers if mount.version == 1 else _hand_down(directory)
         if mount.version == 1 and "cpu" in controllers:
             _weigh(directory)
         _try_to_join(f"{directory}/probe")
-    except OSError as error:
+    except OSError:
         cgroups.remove_tree(directory)
-        return f"{parent}: {error.strerror}"
+        raise
     return Tree(directory, mount.version, controllers)
 
 
@@ -149,26 +146,32 @@ def _hand_down(directory: str) -> frozenset[str]:
     return _OF_USE.intersection(Path(f"{directory}/cgroup.subtree_control").read_text().split())
 
 
-def _in_version_2(mount: Mount, name: str, server: Sequence[int]) -> Tree | str:
+def _in_version_2(mount: Mount, name: str, server: Sequence[int]) -> Tree:
+    """In the nearest group that protects the host; else in the one that does most. Raises OSError."""
     best: Tree | None = None
-    reason = f"{mount.own}: not ours to make groups in"
+    refused: OSError = PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if mount.own.endswith(f"/{name}-server"):  # an earlier spawner has made room
+        mount = replace(mount, own=os.path.dirname(mount.own))
     for parent in _upwards(mount):
         if not all(os.access(path, os.W_OK) for path in (parent, f"{parent}/cgroup.procs")):
             continue
         if parent == mount.own:
             _make_room(parent, name, server)
-        tree = _below(parent, name, mount)
-        if not isinstance(tree, Tree):
-            reason = tree
-        elif best is not None and len(best.controllers) >= len(tree.controllers):
-            cgroups.remove_tree(tree.directory)
-        else:
-            if best is not None:
-                cgroups.remove_tree(best.directory)
-            best = tree
-        if best is not None and best.controllers >= _PROTECTS:
+        try:
+            tree = _below(parent, name, mount)
+        except OSError as error:
+            refused = error
+            continue
+        worse = tree
+        if best is None or len(tree.controllers) > len(best.controllers):
+            worse, best = best or tree, tree
+        if worse is not best:
+            cgroups.remove_tree(worse.directory)
+        if best.controllers >= _PROTECTS:
             break
-    return best or reason
+    if best is None:
+        raise refused
+    return best
 
 
 def _upwards(mount: Mount) -> Iterator[str]:
@@ -191,7 +194,7 @@ def _make_room(own: str, name: str, server: Sequence[int]) -> None:
         return
     home = f"{own}/{name}-server"
     with contextlib.suppress(OSError):  # seen in what is handed down
-        os.mkdir(home, 0o755)
+        _mkdir(home)
         for pid in inside:
             cgroups.write(f"{home}/cgroup.procs", str(pid))
         for controller in sorted(controllers - handed):

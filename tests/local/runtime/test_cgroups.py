@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
+from pathlib import Path
+
 import pytest
 
-from managed_e2b.local.runtime import cgroup_claim
+from managed_e2b.local.runtime import cgroup_claim, cgroups
 from managed_e2b.local.runtime.cgroups import Tree, settings
 from managed_e2b.local.runtime.confine import Confinement
 from managed_e2b.local.runtime.limits import NO_LIMITS, Enforced, Limits
@@ -63,6 +68,93 @@ def test_version_2_alone() -> None:
 )
 def test_only_a_group_that_can_be_seen(line: str, own: str, wanted: str | None) -> None:
     assert [mount.own for mount in cgroup_claim.mounts(line, own)] == ([] if wanted is None else [wanted])
+
+
+class Version2:
+    """Directories that behave as far as `claim` looks: controllers go down where they are handed down, and no group
+    has both processes and controllers for groups below.
+    """
+
+    def __init__(self, top: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.top = top
+        self._add(top, {"memory", "pids", "cpu", "io"})
+        monkeypatch.setattr(cgroup_claim, "_mkdir", lambda path: self.add(Path(path)))
+        monkeypatch.setattr(cgroup_claim, "_try_to_join", lambda path: None)
+        monkeypatch.setattr(cgroups, "empty_tree", lambda path: 0)
+        monkeypatch.setattr(cgroups, "remove_tree", lambda path: shutil.rmtree(path))
+        monkeypatch.setattr(cgroups, "write", self.write)
+
+    def add(self, path: Path, processes: str = "", hands: str = "") -> Path:
+        if not path.exists():
+            path.mkdir()
+            self._add(path, set((path.parent / "cgroup.subtree_control").read_text().split()))
+        (path / "cgroup.procs").write_text(processes)
+        for controller in hands.split():
+            self.write(f"{path}/cgroup.subtree_control", f"+{controller}")
+        return path
+
+    def _add(self, path: Path, controllers: set[str]) -> None:
+        (path / "cgroup.controllers").write_text(" ".join(sorted(controllers)))
+        (path / "cgroup.subtree_control").write_text("")
+        (path / "cgroup.procs").write_text("")
+
+    def write(self, path: str, text: str) -> None:
+        file = Path(path)
+        if file.name == "cgroup.procs":
+            for procs in self.top.rglob("cgroup.procs"):
+                procs.write_text("\n".join(pid for pid in procs.read_text().split() if pid != text))
+            file.write_text(f"{file.read_text()}\n{text}")
+        elif (file.parent / "cgroup.procs").read_text().strip() and file.parent != self.top:
+            raise OSError(errno.EBUSY, "busy")
+        elif text[1:] not in (file.parent / "cgroup.controllers").read_text().split():
+            raise OSError(errno.ENOENT, "no such controller")
+        else:
+            file.write_text(f"{file.read_text()} {text[1:]}")
+
+    def claim(self, own: Path) -> tuple[str, set[str]]:
+        tree = cgroup_claim._in_version_2(cgroup_claim.Mount(str(self.top), str(own), 2, frozenset()), "me2b-x", [11])
+        return str(Path(tree.directory).relative_to(self.top)), set(tree.controllers)
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Version2:
+    top = tmp_path / "cgroup"
+    top.mkdir()
+    return Version2(top, monkeypatch)
+
+
+def test_a_group_of_the_servers_own_is_made_room_in(tree: Version2) -> None:
+    """As `systemd-run --scope -p Delegate=yes` makes one."""
+    tree.add(tree.top, hands="memory pids cpu")
+    own = tree.add(tree.top / "me2b.scope", f"11\n{os.getpid()}")
+    assert tree.claim(own) == ("me2b.scope/me2b-x", {"memory", "pids", "cpu"})
+    assert (own / "me2b-x-server" / "cgroup.procs").read_text().split() in (
+        ["11", str(os.getpid())],
+        [str(os.getpid()), "11"],
+    )
+    assert tree.claim(own / "me2b-x-server")[0] == "me2b.scope/me2b-x", "again, by the next spawner"
+
+
+def test_else_it_is_the_nearest_group_that_hands_down_what_protects(tree: Version2) -> None:
+    tree.add(tree.top, hands="memory pids cpu")
+    slice_ = tree.add(tree.top / "app.slice", hands="memory pids")
+    own = tree.add(slice_ / "terminal.scope", "11\n999")
+    assert tree.claim(own) == ("app.slice/me2b-x", {"memory", "pids"})
+    assert not (own / "me2b-x").exists(), "what was tried and is of less use is gone"
+    assert (own / "cgroup.procs").read_text().split() == ["11", "999"], "nobody else is moved"
+
+
+def test_else_the_one_that_hands_down_most(tree: Version2) -> None:
+    tree.add(tree.top, hands="pids")
+    own = tree.add(tree.top / "session.scope", "11\n999")
+    assert tree.claim(own) == ("me2b-x", {"pids"})
+    assert not (own / "me2b-x").exists()
+
+
+def test_without_controllers_it_can_still_freeze(tree: Version2) -> None:
+    own = tree.add(tree.top / "session.scope", "11\n999")
+    assert tree.claim(own) == ("session.scope/me2b-x", set())
+    assert not (tree.top / "me2b-x").exists()
 
 
 def test_what_is_written() -> None:

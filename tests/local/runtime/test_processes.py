@@ -219,7 +219,7 @@ async def test_a_spawn_that_is_cancelled_leaves_no_process(box: Box) -> None:
 
 
 async def test_freeze_and_thaw(box: Box) -> None:
-    process = await box.start("echo ready; while :; do date +%s%N > /tmp/tick; done")
+    process = await box.start("date +%s%N > /tmp/tick; echo ready; while :; do date +%s%N > /tmp/tick; done")
     await first_output(process)
     await box.guest.freeze()
     # The file agent is no process of the sandbox.
@@ -274,6 +274,25 @@ async def test_usage_counts_memory_cpu_and_disk(box: Box) -> None:
     await eventually(busy)
     process.kill_tree()
     process.close()
+
+
+async def test_a_command_leads_neither_its_session_nor_its_group(box: Box) -> None:
+    """So `setsid program` is the program, and does not leave it behind: its exit status is the program's."""
+    result = await box.run("exec setsid sh -c 'echo in it; exit 7'")
+    assert (result.out, result.code) == ("in it\n", 7)
+
+
+async def test_what_a_command_does_to_its_group_stays_in_it(box: Box) -> None:
+    """Stopped or killed as the first thing that it does, it has started nevertheless, and the next one is not hurt."""
+    other = await box.start("echo ready; exec sleep 1000")
+    await first_output(other)
+    assert (await box.run("kill -KILL 0")).code == -signal.SIGKILL
+    stopped = await box.start("kill -STOP 0")
+    stopped.kill_tree()
+    stopped.close()
+    assert (await box.run("exec kill -0 " + str(other.pid))).code == 0
+    other.kill_tree()
+    other.close()
 
 
 SUDO = [
