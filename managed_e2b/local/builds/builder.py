@@ -127,7 +127,7 @@ class Builder:
                 raise
             self._log.add(f"{error}: it is used as it was pulled before", level=Level.WARN, step=BASE_STEP)
             return known
-        key = hashlib.sha256(f"image {remote.digest} {version}".encode()).hexdigest()
+        key = hashlib.sha256(repr(("image", remote.digest, remote.layers, version)).encode()).hexdigest()
         cached = None if self._fresh else await self._recall(key, NO_SETTINGS)
         self._say(f"FROM {wanted}", BASE_STEP, "base", cached=cached is not None)
         if cached is not None:

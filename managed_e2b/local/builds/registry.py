@@ -66,12 +66,20 @@ class Archive:
 
 @dataclass(frozen=True)
 class RemoteImage:
-    """`digest` is its configuration's, which names all its layers; `archives` are the lowest first."""
+    """`digest` is its configuration's; `archives` are the lowest first.
+
+    The configuration names its layers too, but a registry may send others with it: only both tell what an image is.
+    """
 
     digest: str
     env: Mapping[str, str]
     archives: tuple[Archive, ...]
     source: DXF = field(repr=False, compare=False)
+
+    @property
+    def layers(self) -> list[str]:
+        """The digests of its archives."""
+        return [archive.digest for archive in self.archives]
 
 
 class Registries:

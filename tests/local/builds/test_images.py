@@ -272,6 +272,25 @@ async def test_what_does_not_have_its_digest_is_refused(tmp_path: Path):
     assert left_in(tmp_path) == []
 
 
+async def test_an_image_does_not_pass_for_another_whose_configuration_it_has(world):
+    genuine, forged = (layer([Member("etc/whose", f"{whose}\n".encode())]) for whose in ("genuine", "forged"))
+    config, manifest = Image([ROOT, genuine]).parts()
+    first, _ = manifest["layers"]
+    other = {"mediaType": images.LAYER, "digest": images.digest(forged), "size": len(forged)}
+    answers = {
+        "/v2/good/manifests/latest": (images.MANIFEST, json.dumps(manifest).encode()),
+        "/v2/bad/manifests/latest": (images.MANIFEST, json.dumps({**manifest, "layers": [first, other]}).encode()),
+    }
+    for data in (ROOT, genuine, forged, config):
+        for repository in ("good", "bad"):
+            answers[f"/v2/{repository}/blobs/{images.digest(data)}"] = ("application/octet-stream", data)
+    with lying(answers) as host:
+        for repository, whose in (("bad", "forged"), ("good", "genuine")):
+            reference = name()
+            await world.build(AsyncTemplate().from_image(f"{host}/{repository}"), reference)
+            assert await world.output(reference, "cat /etc/whose") == f"{whose}\n"
+
+
 async def test_the_image_of_this_architecture_is_chosen(registry, tmp_path):
     registry.push("team/one", Image([layer([Member("x", b"1")])]))
     source = registry.client("team/one")
