@@ -38,6 +38,7 @@ _CAPABILITY_XATTR = "security.capability"
 _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _BLOCK = 1 << 20
+_NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
 _MEMORY = 1 << 30  # an archive may claim a header of any length, which is read whole
 _CPU_SECONDS = 900  # the largest layers take some minutes; some headers keep `tarfile` busy for days
 _CPU_GRACE = 10  # to say so; whoever is too busy even for that is killed
@@ -65,9 +66,8 @@ class _Layer:
     left_out: int = 0
     removed: list[str] = field(default_factory=list)
     opaque: list[str] = field(default_factory=list)
-    times: dict[str, float] = field(
-        default_factory=dict
-    )  # of directories, whose times change with what is made in them
+    parents: dict[str, str] = field(default_factory=dict)  # directories that are there, by the names they go by
+    times: dict[str, float] = field(default_factory=dict)  # of directories: what is made in them changes it
 
 
 def unpack(archive: int, directory: str, bounds: Bounds) -> dict[str, int]:
@@ -144,17 +144,16 @@ def _write(layer: _Layer, tar: tarfile.TarFile, member: tarfile.TarInfo) -> None
     if name.startswith(_WHITEOUT):
         layer.removed.append(os.path.join(parent, name.removeprefix(_WHITEOUT)))
         return
-    parent = os.path.realpath(parent)  # a link here may lead to what only a layer below has
-    os.makedirs(parent, 0o755, exist_ok=True)
-    path = os.path.join(parent, name)
+    path = os.path.join(_parent(layer, parent), name)
     if member.isdir():
-        _make_directory(path)
+        _make_directory(layer, path)
         layer.times[path] = member.mtime
+    elif member.isreg():
+        _write_file(layer, tar, member, path)
+        return
     else:
-        _clear(path)
-        if member.isreg():
-            _write_file(tar, member, path)
-        elif member.issym():
+        _clear(layer, path)
+        if member.issym():
             os.symlink(member.linkname, path)
         elif member.islnk():
             os.link(_inside(member.linkname), path, follow_symlinks=False)
@@ -174,17 +173,27 @@ def _inside(name: str) -> str:
     return "/" + os.path.normpath("/" + name).lstrip("/")
 
 
-def _make_directory(path: str) -> None:
+def _parent(layer: _Layer, path: str) -> str:
+    """Where that directory is; made if it is not there. A link may lead to what only a layer below has."""
+    found = layer.parents.get(path)
+    if found is None:
+        found = layer.parents[path] = os.path.realpath(path)
+        os.makedirs(found, 0o755, exist_ok=True)
+    return found
+
+
+def _make_directory(layer: _Layer, path: str) -> None:
     try:
         os.mkdir(path)
     except FileExistsError:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
-            os.unlink(path)
+            _clear(layer, path)
             os.mkdir(path)
 
 
-def _clear(path: str) -> None:
+def _clear(layer: _Layer, path: str) -> None:
     """An archive may hold a name twice: the last one counts."""
+    layer.parents.clear()  # what was there may have been a directory, or a link to one
     try:
         os.unlink(path)
     except FileNotFoundError:
@@ -193,22 +202,28 @@ def _clear(path: str) -> None:
         shutil.rmtree(path)
 
 
-def _write_file(tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+def _write_file(layer: _Layer, tar: tarfile.TarFile, member: tarfile.TarInfo, path: str) -> None:
+    try:
+        fd = os.open(path, _NEW_FILE, 0o600)
+    except FileExistsError:
+        _clear(layer, path)
+        fd = os.open(path, _NEW_FILE, 0o600)
     source = tar.extractfile(member)
-    fd = os.open(path, os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as target:
         if source is not None:
             shutil.copyfileobj(source, target, _BLOCK)
+        target.flush()
+        _dress(member, fd)
 
 
-def _dress(member: tarfile.TarInfo, path: str) -> None:
-    """Owner, mode (after the owner, whose change takes setuid away), capabilities, time."""
+def _dress(member: tarfile.TarInfo, path: str | int) -> None:
+    """Owner, mode (after the owner, whose change takes setuid away), capabilities, time. `path` or a descriptor."""
     try:
-        os.chown(path, member.uid, member.gid, follow_symlinks=False)
+        _chown(path, member.uid, member.gid)
     except OSError as error:
         if error.errno not in (errno.EINVAL, errno.EPERM, errno.EOVERFLOW):
             raise
-        os.chown(path, 0, 0, follow_symlinks=False)
+        _chown(path, 0, 0)
     if member.issym():
         return
     os.chmod(path, member.mode & 0o7777)
@@ -218,6 +233,13 @@ def _dress(member: tarfile.TarInfo, path: str) -> None:
             os.setxattr(path, _CAPABILITY_XATTR, capability.encode("utf-8", "surrogateescape"))
     if not member.isdir():
         os.utime(path, (member.mtime, member.mtime))
+
+
+def _chown(path: str | int, uid: int, gid: int) -> None:
+    if isinstance(path, str):
+        os.chown(path, uid, gid, follow_symlinks=False)
+    elif uid or gid:  # a new file is root's already
+        os.fchown(path, uid, gid)
 
 
 def _finish(layer: _Layer) -> None:
