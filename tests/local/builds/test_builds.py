@@ -16,6 +16,9 @@ from e2b import AsyncTemplate, Template
 from e2b.exceptions import BuildException, SandboxException, TemplateException
 
 from managed_e2b.local.builds import uploads
+from managed_e2b.local.server import LocalServer
+
+from .conftest import World
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -186,6 +189,28 @@ async def test_deleting_a_template_ends_its_build(world):
         assert (await client.delete(f"/templates/{reference}")).status_code == 404
     assert world.server.registry.counters.created == before
     assert world.server._runtime.live_sandboxes == 0
+
+
+async def test_a_build_outlives_its_client_and_ends_with_the_server(place):
+    async with LocalServer(data_dir=place) as server:
+        world, reference = World(server), name()
+        template = AsyncTemplate().from_template("base").run_cmd("echo begun; sleep 1000")
+        waiting = asyncio.create_task(world.build(template, reference))
+        await _until(world, reference, lambda status: any("begun" in e["message"] for e in status["logEntries"]))
+        waiting.cancel()
+        await asyncio.wait([waiting])
+        assert (await _status(world, reference))["status"] == "building"
+    assert server._runtime.live_sandboxes == 0
+
+
+async def test_more_builds_than_may_run_at_once_take_turns(world):
+    templates = [AsyncTemplate().from_template("base").run_cmd(f"echo {number} > n; sleep 0.2") for number in range(7)]
+    names = [name() for _ in templates]
+    together = [
+        AsyncTemplate.build(template, one, **world.options) for template, one in zip(templates, names, strict=True)
+    ]
+    await asyncio.gather(*together)
+    assert [await world.output(one, "cat n") for one in names] == [f"{number}\n" for number in range(7)]
 
 
 async def test_a_template_in_use_is_not_deleted(world):
