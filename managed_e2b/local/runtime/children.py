@@ -246,14 +246,25 @@ def _pipe() -> tuple[int, int]:
 
 
 def _start(job: Job, actions: list[tuple[Any, ...]]) -> int:
-    """posix_spawn, which copies nothing, with a new session; the program is found as by execvpe. Raises OSError."""
+    """posix_spawn, which copies nothing, in a session of its own; the program is found as by execvpe. Raises OSError.
+
+    On a terminal the command leads the session. Else it leads neither that nor its process group, as in E2B: there
+    `setsid program` becomes the program, and its exit status is the program's; a leader it would leave behind.
+    """
+    if job.pty:
+        return _spawn(job, actions, setsid=True)
+    os.setsid()  # so we lead both: what the command does to its group may stop us, see `forks.Forks`
+    return _spawn(job, actions, setsid=False)
+
+
+def _spawn(job: Job, actions: list[tuple[Any, ...]], *, setsid: bool) -> int:
     name = job.argv[0]
     path = job.env.get("PATH", os.defpath)
     places = [name] if "/" in name else [os.path.join(part, name) for part in path.split(":") if part]
     refused: OSError = FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT))
     for place in places:
         try:
-            return os.posix_spawn(place, job.argv, job.env, file_actions=actions, setsid=True)
+            return os.posix_spawn(place, job.argv, job.env, file_actions=actions, setsid=setsid)
         except (FileNotFoundError, NotADirectoryError):
             continue
         except PermissionError as error:

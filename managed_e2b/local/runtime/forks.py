@@ -146,12 +146,15 @@ class Forks:
                 pass
         while True:
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
+                pid, status = os.waitpid(-1, os.WNOHANG | os.WUNTRACED)
             except ChildProcessError:
                 return
             if pid == 0:
                 return
-            if pid in self._known:
+            if os.WIFSTOPPED(status):
+                if pid in self._known:  # a command that it started has stopped its own group, and it is in there
+                    os.kill(pid, signal.SIGCONT)
+            elif pid in self._known:
                 self._known.discard(pid)
             else:
                 self._on_end(pid, status)

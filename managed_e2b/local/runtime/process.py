@@ -10,8 +10,6 @@ from collections.abc import Callable
 from managed_e2b.local.runtime import linux
 from managed_e2b.local.runtime.base import Exit, PtySize
 
-_PIDFD_SIGNAL_PROCESS_GROUP = 1 << 2
-
 
 class BubblewrapProcess:
     """`base.GuestProcess`. Holds a pidfd: no signal hits a recycled number; and the namespace that marks its tree."""
@@ -55,11 +53,9 @@ class BubblewrapProcess:
         return True
 
     def _signal_group(self, pidfd: int, number: int) -> None:
-        try:
-            signal.pidfd_send_signal(pidfd, number, None, _PIDFD_SIGNAL_PROCESS_GROUP)
-        except OSError:  # kernels before 6.9
-            signal.pidfd_send_signal(pidfd, 0)  # still there, so the group's number is still its own
-            os.killpg(self._host_pid, number)
+        group = os.getpgid(self._host_pid)  # that of another leader, unless it made its own
+        signal.pidfd_send_signal(pidfd, 0)  # still there, so the number was still its own
+        os.killpg(group, number)
 
     def kill_tree(self) -> None:
         self.signal(signal.SIGKILL)
