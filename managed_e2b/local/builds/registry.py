@@ -29,8 +29,8 @@ T = TypeVar("T")
 
 MAX_DESCRIPTION = 4 * 1024 * 1024
 """Bytes of a manifest, and of an image's configuration."""
-MAX_ARCHIVE = 16 * 1024**3
-"""Bytes of one layer's archive."""
+MAX_ARCHIVES = 16 * 1024**3
+"""Bytes of the archives of all layers of an image."""
 _TIMEOUT = 60.0  # seconds without a byte
 _CHUNK = 1 << 20
 _MANIFESTS = frozenset(
@@ -105,9 +105,9 @@ class Registries:
             config_digest = str(manifest["config"]["digest"])
             config = json.loads(_blob(source, config_digest, MAX_DESCRIPTION))
             archives = tuple(Archive(str(layer["digest"]), int(layer["size"])) for layer in manifest["layers"])
-        too_large = next((archive for archive in archives if archive.size > MAX_ARCHIVE), None)
-        if too_large is not None:
-            raise PullError(f"{reference}: a layer of {too_large.size} bytes is too large")
+        size = sum(max(0, archive.size) for archive in archives)
+        if size > MAX_ARCHIVES:
+            raise PullError(f"{reference}: {size} bytes are too large for an image")
         lines = (config.get("config") or {}).get("Env") or []
         env = dict(line.split("=", 1) for line in lines if isinstance(line, str) and "=" in line)
         return RemoteImage(config_digest, env, archives, source)
@@ -159,13 +159,20 @@ def _forget(done: asyncio.Future[Any]) -> None:
 def _client(where: Endpoint, repository: str, credentials: Credentials | None) -> DXF:
     from dxf import DXF
 
+    from managed_e2b.local.builds import transport
+
     def authenticate(client: Any, response: Any) -> None:
         if credentials is None:
             client.authenticate(response=response)
         else:
             client.authenticate(credentials.username, credentials.password, response=response)
 
-    return DXF(where.host, repository, authenticate, insecure=where.insecure, timeout=_TIMEOUT)
+    class Source(DXF):
+        def __init__(self) -> None:
+            super().__init__(where.host, repository, authenticate, insecure=where.insecure, timeout=_TIMEOUT)
+            self._sessions = [transport.session(MAX_DESCRIPTION)]
+
+    return Source()
 
 
 def _manifest(source: DXF, reference: Reference) -> dict[str, Any]:
@@ -220,10 +227,17 @@ def _explained(reference: Reference | None, where: Endpoint | None) -> Iterator[
     import requests
     from dxf import exceptions as dxf
 
+    from managed_e2b.local.builds import transport
+
     what = "the image" if reference is None else f"the image {reference}"
     host = "the registry" if where is None else where.host
     try:
         yield
+    except transport.Astray as error:
+        text = f"{host} sends who asks for {what} to this host or its network, where it is not itself: it is refused"
+        raise PullError(text) from error
+    except transport.TooLong as error:
+        raise PullError("the registry's description of the image is too large") from error
     except dxf.DXFUnauthorizedError as error:
         raise PullError(f"access to {what} is denied: it is private or does not exist") from error
     except dxf.DXFAuthInsecureError as error:
@@ -239,5 +253,5 @@ def _explained(reference: Reference | None, where: Endpoint | None) -> Iterator[
         raise PullError(f"{host} answered {status} when asked for {what}") from error
     except requests.RequestException as error:
         raise Unreachable(f"cannot reach {host} for {what} ({type(error).__name__})") from error
-    except (dxf.DXFError, KeyError, TypeError, ValueError, AttributeError) as error:
+    except (dxf.DXFError, KeyError, TypeError, ValueError, AttributeError, OverflowError, RecursionError) as error:
         raise PullError(f"{host} described {what} in a way that is not understood ({type(error).__name__})") from error
