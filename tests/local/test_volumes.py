@@ -448,3 +448,36 @@ async def test_content_goes_on_when_the_process_that_makes_sandboxes_is_replaced
 
 async def test_what_points_sdks_here_names_the_content_api(server):
     assert server.state().environment()["E2B_VOLUME_API_URL"] == server.url
+
+
+async def test_the_same_where_no_place_can_hold_an_overlay(tmp_path, monkeypatch):
+    """Then the mounts are plain ones, and mountinfo tells where on the host the files are."""
+    runtime = BubblewrapRuntime(tmp_path)
+    async with LocalServer(runtime=runtime) as server:
+        monkeypatch.setattr(runtime._ground, "overlay", False)
+        options = {"api_key": server.api_key, "api_url": server.url}
+        volume = await AsyncVolume.create("plain", **options)
+        await volume.write_file("/in", "text", api_url=server.url)
+        sandboxes = [
+            await AsyncSandbox.create(volume_mounts={"/data": volume}, sandbox_url=server.url, **options)
+            for _ in range(2)
+        ]
+        await out(sandboxes[0], "cat /data/in > /data/out; ln -s /etc/passwd /data/link")
+        assert await out(sandboxes[1], "cat /data/out") == "text"
+        assert await volume.read_file("/out", api_url=server.url) == "text"
+        with pytest.raises(VolumePathNotFoundException):
+            await volume.read_file("/link", api_url=server.url)
+
+
+async def test_a_volume_goes_while_a_sandbox_is_busy_with_it(options, make, data_dir):
+    volume = await AsyncVolume.create("busy", **options)
+    sandbox = await make(volume_mounts={"/data": volume})
+    script = "echo on; i=0; while mkdir -p /data/$i/a/b; do echo x > /data/$i/a/f; i=$((i+1)); done"
+    busy = await sandbox.commands.run(script, background=True, timeout=0)
+    async with asyncio.timeout(30):
+        while not (await volume.list("/")):  # noqa: ASYNC110 -- what a process in there does has no event here
+            await asyncio.sleep(0.01)
+    assert await AsyncVolume.destroy(volume.volume_id, **options)
+    result = await busy.wait()
+    assert "No such file" in result.stderr  # there is no directory any more to make one in
+    assert not list(data_dir.glob(f"sandboxes/*/volumes/{volume.volume_id}"))

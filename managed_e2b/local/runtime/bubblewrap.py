@@ -247,6 +247,7 @@ class BubblewrapRuntime:
         try:
             await asyncio.gather(*(guest.kill() for guest in list(self._guests.values())))
             await asyncio.gather(*self._chores)
+            await self._volumes.settled()
             await self._recipes.settled()
             if self._library is not None:
                 await self._library.settled()

@@ -9,8 +9,11 @@ Standard library only; all but `Room` runs in forks of the spawner.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import os
 import socket
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +22,7 @@ from managed_e2b.local.runtime import agent_trees, children, layers, linux, volu
 
 Answer = tuple[Any, list[int]]
 _ALL_MAY_WRITE = 0o777
+_SLICE = 2.0  # seconds of removal in one fork
 
 
 @dataclass(frozen=True)
@@ -71,11 +75,42 @@ def create(path: str) -> Answer:
 
 
 def remove(top: str, name: str) -> Answer:
-    """Remove a volume, while sandboxes may be busy with it."""
+    """Remove a volume, or go on with it, for a while. The value tells whether all of it is gone.
+
+    Sandboxes may be busy with it, and could keep it from being empty for ever. So what is in it is first moved to where
+    no mount leads, which takes so little time that it is empty once; without its directory nothing more comes into it.
+    """
     _confine(top)
-    for _ in agent_trees.remove(b"/" + os.fsencode(name)):
-        pass
-    return None, []
+    volume, grave = (b"/" + os.fsencode(f"{name}{suffix}") for suffix in ("", ".gone"))
+    deadline = time.monotonic() + _SLICE
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(grave, 0o700)
+    while not _is_gone(volume):
+        if time.monotonic() > deadline:
+            return False, []
+        _move_all(volume, grave)
+    for _ in agent_trees.remove(grave):
+        if time.monotonic() > deadline:
+            return False, []
+    return not os.path.lexists(grave), []
+
+
+def _is_gone(directory: bytes) -> bool:
+    try:
+        os.rmdir(directory)
+    except FileNotFoundError:
+        return True
+    except OSError as error:
+        if error.errno != errno.ENOTEMPTY:
+            raise
+        return False
+    return True
+
+
+def _move_all(source: bytes, destination: bytes) -> None:
+    for name in os.listdir(source):
+        with contextlib.suppress(FileNotFoundError):
+            os.rename(os.path.join(source, name), b"%s/%d" % (destination, time.monotonic_ns()))
 
 
 def mounts(paths: Sequence[str]) -> Answer:

@@ -30,6 +30,7 @@ class VolumeStore:
         self._rooms = itertools.count(1)  # an overlay wants a directory of its own to work in
         self._room_of: SpawnerLink | None = None
         self._lock = asyncio.Lock()
+        self._removing: set[asyncio.Task[bool]] = set()
 
     async def open(self) -> dict[str, str]:
         if not self._keep:
@@ -42,7 +43,8 @@ class VolumeStore:
             raise _failed(error) from error
         for volume in half:
             _log.warning("removing volume %s, which was being made or removed when an earlier server died", volume)
-            await self.remove(volume)
+            while not await self.remove(volume):
+                pass
         return names
 
     async def create(self, volume: str, name: str) -> None:
@@ -53,10 +55,20 @@ class VolumeStore:
             except OSError as error:
                 raise _failed(error) from error
 
-    async def remove(self, volume: str) -> None:
+    async def remove(self, volume: str) -> bool:
+        removing = asyncio.create_task(self._remove(volume))
+        self._removing.add(removing)
+        removing.add_done_callback(self._removing.discard)
+        return await asyncio.shield(removing)
+
+    async def _remove(self, volume: str) -> bool:
         if self._shelf is not None:
             await asyncio.to_thread(self._shelf.drop, volume)
-        await self._call(self._spawner(), "remove_volume", volume=volume)
+        return bool((await self._call(self._spawner(), "remove_volume", volume=volume)).value)
+
+    async def settled(self) -> None:
+        """Wait until nothing is being removed."""
+        await asyncio.gather(*self._removing, return_exceptions=True)
 
     async def call(self, volume: str, op: str, **args: Any) -> Reply:
         return await self._call(self._spawner(), "volume", volume=volume, operation=op, args=args)

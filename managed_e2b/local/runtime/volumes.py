@@ -44,10 +44,10 @@ class Volumes(Protocol):
         """A new and empty one, which everybody in a sandbox may write to. Raises GuestError."""
         ...
 
-    async def remove(self, volume: str) -> None:
+    async def remove(self, volume: str) -> bool:
         """Remove it with all that is in it; missing is fine. Who has it mounted finds it empty, and full.
 
-        Raises GuestError.
+        It takes seconds at most; False: there is more to remove, call it again. Raises GuestError.
         """
         ...
 

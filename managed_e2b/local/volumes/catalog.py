@@ -20,6 +20,8 @@ from managed_e2b.local.volumes.rules import VolumeMount, is_name, mount_problems
 log = logging.getLogger(__name__)
 
 MOST_VOLUMES = 1000
+PATIENCE = 20.0
+"""Seconds that the answer to a delete waits for the files to be gone; then they go on going."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -113,11 +115,13 @@ class VolumeCatalog:
         """With all its files, also when sandboxes have it mounted: they find it empty. Raises ApiError: 400, 404."""
         volume = self.get(volume_id)
         del self._volumes[volume.volume_id]
-        await self._tasks.finish(self._remove(volume))
+        removing = self._tasks.start(self._remove(volume))
+        await asyncio.wait([removing], timeout=PATIENCE)
 
     async def _remove(self, volume: Volume) -> None:
         try:
-            await self.files.remove(volume.volume_id)
+            while not await self.files.remove(volume.volume_id):
+                pass
         except (GuestError, GuestGone, RuntimeUnavailable) as error:
             # nobody can reach them any more; the next server removes them, or they go with this one
             log.warning("the files of volume %s could not be removed: %s", volume.volume_id, error)
