@@ -16,7 +16,7 @@ from typing import Any
 import httpx
 import pytest
 import pytest_asyncio
-from e2b import AsyncSandbox, AsyncVolume, InvalidArgumentException, SandboxException, Volume
+from e2b import AsyncSandbox, AsyncVolume, InvalidArgumentException, SandboxException, SandboxState, Volume
 from e2b.exceptions import (
     AuthenticationException,
     VolumeException,
@@ -431,6 +431,17 @@ async def test_pause_and_fork_keep_the_mounts_and_snapshots_do_not(volume, make,
     other = await make(template=snapshot.snapshot_id)
     assert await out(other, "ls -A /data; cat /home/user/own") == "mine"
     await volume.remove("/kept")
+
+
+async def test_what_was_paused_does_not_start_without_its_volume(options, make):
+    volume = await AsyncVolume.create("needed", **options)
+    sandbox = await make(volume_mounts={"/data": volume})
+    await sandbox.pause(keep_memory=False)
+    await AsyncVolume.destroy(volume.volume_id, **options)
+    with pytest.raises(SandboxException, match="one was deleted"):
+        await sandbox.connect()
+    assert (await AsyncSandbox.get_info(sandbox.sandbox_id, **options)).state == SandboxState.PAUSED
+    assert await AsyncSandbox.kill(sandbox.sandbox_id, **options)
 
 
 async def test_content_goes_on_when_the_process_that_makes_sandboxes_is_replaced(volume, make, server):

@@ -53,6 +53,7 @@ _EARLIEST = datetime.min.replace(tzinfo=UTC)
 _STATUS = {
     errno.ENOENT: (404, "PATH_NOT_FOUND"),
     errno.EEXIST: (409, "PATH_ALREADY_EXISTS"),
+    errno.ENOTEMPTY: (409, "PATH_BUSY"),
     errno.EBUSY: (400, "CANNOT_DELETE_ROOT"),
     errno.EACCES: (403, "FORBIDDEN"),
     errno.EPERM: (403, "FORBIDDEN"),

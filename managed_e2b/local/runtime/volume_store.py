@@ -80,7 +80,8 @@ class VolumeStore:
         try:
             return (await self._call(spawner, "mount_volumes", volumes=[mount.volume for mount in wanted])).fds
         except OperationFailed as error:
-            raise MountFailed(f"its volumes cannot be mounted: {error.message}") from error
+            detail = "one was deleted" if error.errno == errno.ENOENT else error.message
+            raise MountFailed(f"its volumes cannot be mounted ({detail})") from error
 
     def close(self) -> None:
         """Let another server have what is kept. Nothing is mounted any more."""
