@@ -103,8 +103,10 @@ def op_make_dir(args: Args, fds: list[int]) -> Result:
     except FileNotFoundError:
         _make_dirs(target, int(args["uid"]), int(args["gid"]))
     else:
-        code = errno.EEXIST if is_directory else errno.ENOTDIR
-        raise OSError(code, os.strerror(code))
+        if is_directory:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST))
+        # In E2B's words: clients tell by them that it is the path itself, and not one on the way to it.
+        raise NotADirectoryError(errno.ENOTDIR, "path already exists but it is not a directory")
     return _watched(Describer(_accounts).entry(target, path)), []
 
 

@@ -73,6 +73,14 @@ async def test_paths_start_at_home(sandbox, tmp_path):
     assert [entry.name for entry in await sandbox.files.list("")] == ["f"]
 
 
+async def test_a_directory_in_place_of_a_file_is_told_from_one_below_it(sandbox, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidArgumentException, match="path already exists but it is not a directory"):
+        await sandbox.files.make_dir(f"{tmp_path}/file")
+    with pytest.raises(InvalidArgumentException, match="Not a directory"):
+        await sandbox.files.make_dir(f"{tmp_path}/file/below")
+
+
 @pytest.mark.parametrize(
     ("method", "message", "code"),
     [
