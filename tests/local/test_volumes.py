@@ -277,6 +277,19 @@ async def test_a_large_file_goes_through(content):
     assert got == count * len(piece)
 
 
+async def test_who_is_still_sending_reads_the_answer_that_refuses(content, volume):
+    async def pieces() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b"x" * (1 << 20)
+
+    answer = await content.put("file", params={"path": "/no/parent"}, content=pieces())
+    assert (answer.status_code, answer.json()["code"]) == (404, "PATH_NOT_FOUND")
+    stranger = {"Authorization": "Bearer none"}
+    answer = await content.put("file", params={"path": "/f"}, content=pieces(), headers=stranger)
+    assert (answer.status_code, answer.json()["code"]) == (401, "UNAUTHORIZED")
+    assert not await volume.exists("/f")
+
+
 async def test_many_entries_are_listed(volume, make):
     sandbox = await make(volume_mounts={"/v": volume})
     await out(sandbox, "mkdir /v/d && cd /v/d && seq 5000 | xargs touch")

@@ -108,9 +108,13 @@ class VolumeContentApi:
         self, endpoint: Callable[[Request, Volume, str], Awaitable[Response]]
     ) -> Callable[[Request], Awaitable[Response]]:
         async def answer(request: Request) -> Response:
+            body = request.state.body = RequestBody(request.receive)
             try:
                 return await endpoint(request, self._volume(request), _path(request))
             except Refused as refused:
+                if request.method == "PUT" and "expect" not in request.headers:
+                    with contextlib.suppress(ClientGone):
+                        await body.discard()  # who is still sending could not read the answer
                 return refused.response()
             except ApiError as error:
                 return Refused(error.status, "INVALID_REQUEST", error.message).response()
@@ -174,13 +178,8 @@ class VolumeContentApi:
         )
 
     async def upload(self, request: Request, volume: Volume, path: str) -> Response:
-        body = RequestBody(request.receive)
         try:
-            return JSONResponse(await self._store(request, volume, path, body), 201)
-        except Refused:
-            with contextlib.suppress(ClientGone):
-                await body.discard()  # who is still sending could not read the answer
-            raise
+            return JSONResponse(await self._store(request, volume, path, request.state.body), 201)
         except (ClientGone, UploadStalled):
             raise Refused(400, "INVALID_REQUEST", "the upload broke off") from None
 

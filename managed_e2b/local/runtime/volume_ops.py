@@ -26,6 +26,7 @@ import errno
 import json
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -46,6 +47,7 @@ Args = dict[str, Any]
 Tell = Callable[[Any, Sequence[int]], None]
 
 _PARENT_MODE = 0o777
+_REMOVAL = 50.0  # seconds: a sandbox could keep a directory from being empty for ever
 _KINDS = {stat.S_IFREG: "file", stat.S_IFDIR: "directory", stat.S_IFLNK: "symlink"}
 
 
@@ -151,8 +153,10 @@ def _remove(args: Args) -> tuple[Any, list[int]]:
     if target == b"/":
         raise OSError(errno.EBUSY, "the root of a volume cannot be removed")
     os.lstat(target)
+    deadline = time.monotonic() + _REMOVAL
     for _ in agent_trees.remove(target):
-        pass
+        if time.monotonic() > deadline:
+            raise OSError(errno.ENOTEMPTY, "too much is in it, or more comes all the time: remove it again")
     return None, []
 
 
