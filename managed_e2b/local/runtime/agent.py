@@ -1,4 +1,4 @@
-"""The file agent: one process of ours per sandbox that has joined its user and mount namespaces as root.
+"""The agent: one process of ours per sandbox that has joined its user, mount and network namespaces as root.
 
 Every path it opens is resolved inside the sandbox, so no link in there can name a file of the host. It is not in the
 sandbox's pid namespace: nothing inside can see, signal or trace it. What it can do is in `agent_ops`.
@@ -36,7 +36,7 @@ def run(pidfd: int, connection: socket.socket, report: socket.socket, parent: in
     os.setsid()
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # what it writes beyond the limit fails
     confinement.limit_file_size()
-    children.enter(pidfd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS)
+    children.enter(pidfd, linux.CLONE_NEWUSER | linux.CLONE_NEWNS | linux.CLONE_NEWNET)
     os.umask(0o022)
     os.close(pidfd)
     linux.die_with_parent(signal.SIGKILL)

@@ -1,8 +1,9 @@
 """The operations of the file agent: what a server may ask of the files of one sandbox.
 
-The agent is a process of ours that has joined a sandbox's user and mount namespaces as its root. Every path resolves in
-there, so no link can name a file of the host, and the caller need not look at paths at all. It is single-threaded and
-answers each call within milliseconds; data never flows through it: `open_read` and `open_write` hand out descriptors.
+The agent is a process of ours that has joined a sandbox's user, mount and network namespaces as its root. Every path
+resolves in there, so no link can name a file of the host, and the caller need not look at paths at all. It is
+single-threaded and answers each call within milliseconds; data never flows through it: `open_read` and `open_write`
+hand out descriptors.
 
 Once inside, the host's files are out of sight: this module and what it imports use the standard library alone, and
 everything is imported at the top. The agent is not in the sandbox's pid namespace, so /proc/self does not exist for it.
@@ -27,6 +28,7 @@ send; those are closed for it afterwards. It fails with OSError and nothing else
 | watch_drain | | what happened (`agent_watch.Watches.drain`) |
 | watch_remove | watch | |
 | watch_close | | |
+| way_out | | ; see `netlink.open_way_out` |
 """
 
 from __future__ import annotations
@@ -38,6 +40,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from managed_e2b.local.runtime import netlink
 from managed_e2b.local.runtime.agent_entries import (
     DIR_FLAGS,
     XATTR_PREFIX,
@@ -231,6 +234,11 @@ def _umask(mask: int) -> Iterator[None]:
         os.umask(before)
 
 
+def op_way_out(_args: Args, _fds: list[int]) -> Result:
+    """See `netlink`: a listening TCP socket, and a UDP socket."""
+    return netlink.open_way_out()
+
+
 HANDLERS: dict[str, Callable[[Args, list[int]], Result]] = {
     "user": op_user,
     "stat": op_stat,
@@ -247,4 +255,5 @@ HANDLERS: dict[str, Callable[[Args, list[int]], Result]] = {
     "watch_drain": op_watch_drain,
     "watch_remove": op_watch_remove,
     "watch_close": op_watch_close,
+    "way_out": op_way_out,
 }

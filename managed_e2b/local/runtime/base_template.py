@@ -32,8 +32,8 @@ _LINKS = {"etc/mtab": "/proc/self/mounts", "var/run": "/run", "var/lock": "/run/
 _TOP_LINKS = ("bin", "lib", "lib32", "lib64", "libx32", "sbin")
 # Files and directories of the host's /etc that are public and say nothing of who uses the host.
 _FROM_ETC = (
-    "adduser.conf", "alternatives", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "host.conf", "inputrc",
-    "java-11-openjdk", "java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d",
+    "adduser.conf", "alternatives", "ca-certificates.conf", "debian_version", "fonts", "gai.conf", "host.conf",
+    "inputrc", "java-11-openjdk", "java-17-openjdk", "java-21-openjdk", "ld.so.cache", "ld.so.conf", "ld.so.conf.d",
     "locale.alias", "locale.conf", "localtime", "login.defs", "lsb-release", "magic", "magic.mime", "mime.types",
     "networks", "os-release", "perl", "pki/ca-trust/extracted", "pki/tls/certs", "protocols", "python3",
     "python3.11", "python3.12", "python3.13", "redhat-release", "rpc", "services", "skel", "ssl/certs",

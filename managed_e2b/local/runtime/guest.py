@@ -154,7 +154,7 @@ class BubblewrapGuest:
         return fd
 
     async def way_out(self) -> tuple[int, int]:
-        stream, datagrams = (await self._ask("way_out")).fds
+        stream, datagrams = (await self.call("way_out")).fds
         return stream, datagrams
 
     async def freeze(self) -> None:

@@ -1,4 +1,4 @@
-"""The way out of a sandbox's network namespace: made from within, by netlink, in a fork of the spawner.
+"""The way out of a sandbox's network namespace: made from within, by netlink, by its agent.
 
 A sandbox has no interface but its loopback, so nothing can leave by itself, whatever its root may do. Here every
 address is made local to the namespace ("AnyIP"), and a DNAT rule leads each TCP connection to elsewhere, and each DNS

@@ -23,7 +23,6 @@ served.
 | abandon | sandbox, job (a spawn request) | its command is killed, with all its descendants |
 | freeze | sandbox, frozen | once all its processes stand still, or go on |
 | dial | sandbox, port | ; a connected socket |
-| way_out | sandbox | ; a listening TCP socket, a UDP socket (see `netlink`) |
 | usage | sandbox, directories | see `look.usage` |
 | keep | directories, layer (made) | copies of them, by their last names, in `layer` |
 | measure | directory | bytes on disk of what is in it |

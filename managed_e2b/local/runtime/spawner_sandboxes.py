@@ -11,7 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
-from managed_e2b.local.runtime import cgroups, children, linux, look, netlink
+from managed_e2b.local.runtime import cgroups, children, linux, look
 from managed_e2b.local.runtime.desk import BadRequest, Desk, Operation
 from managed_e2b.local.runtime.forks import Told
 from managed_e2b.local.runtime.launches import Launches
@@ -31,7 +31,6 @@ class SandboxOperations:
             "abandon": self._abandon,
             "freeze": self._freeze,
             "dial": self._dial,
-            "way_out": self._way_out,
             "usage": self._usage,
         }
 
@@ -148,10 +147,6 @@ class SandboxOperations:
             raise BadRequest("port")
         inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNET
         self._visit(request, args["sandbox"], inside, lambda _: look.dial(port))
-
-    def _way_out(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
-        inside = linux.CLONE_NEWUSER | linux.CLONE_NEWNET
-        self._visit(request, args["sandbox"], inside, lambda _: netlink.open_way_out())
 
     def _usage(self, request: int, args: dict[str, Any], fds: list[int]) -> None:
         directories, confinement = list(args["directories"]), self._launches.sandbox(args["sandbox"]).confinement
