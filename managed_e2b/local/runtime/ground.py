@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import logging
 import os
 import secrets
@@ -42,6 +43,7 @@ class Ground:
         self._python = _python_elsewhere()
         self.ids: IdMap = idmap.detect()
         self._group = f"me2b-{secrets.token_hex(8)}"
+        self._secret = secrets.token_bytes(32)
         self._trees: list[Any] = []  # as `cgroups.Tree.as_list`
         self.enforced = Enforced()
         self.view = ""
@@ -62,7 +64,14 @@ class Ground:
 
     def layout(self, sandbox_id: str, image: Image) -> Layout:
         """Where the files of a new sandbox lie."""
-        return Layout(self.view, sandbox_id, image.root, image.usr, memory=not self.overlay)
+        return Layout(self.view, self._place(sandbox_id), image.root, image.usr, memory=not self.overlay)
+
+    def _place(self, sandbox_id: str) -> str:
+        """The name of its directory, which every user of the host can read: in `ps`, and among the mounts.
+
+        The id lets who knows it in to the sandbox's ports.
+        """
+        return hashlib.blake2b(sandbox_id.encode(), key=self._secret, digest_size=10).hexdigest()
 
     def command_line(self, layout: Layout, limits: Limits) -> list[str]:
         """bubblewrap's, for a sandbox with these files and limits."""
@@ -187,7 +196,7 @@ class Ground:
     async def remove_remains(self, spawner: SpawnerLink, sandbox_id: str) -> None:
         """The directory of a sandbox that died with an earlier spawner. Raises GuestGone."""
         try:
-            await spawner.call("bury", sandbox=sandbox_id, directory=f"{self.view}/guests/{sandbox_id}")
+            await spawner.call("bury", sandbox=sandbox_id, directory=f"{self.view}/guests/{self._place(sandbox_id)}")
         except OperationFailed as error:
             _log.warning("cannot remove what sandbox %s left: %s", sandbox_id, error.message)
 

@@ -351,3 +351,20 @@ async def test_ids_of_the_host_do_not_go_in(box: Box) -> None:
         await box.run("id", user=User("x", 2**32 - 1, 0, (), "/", "/bin/sh"))
     with pytest.raises(GuestError):
         await box.run("id", user=User("x", 70_000, 0, (), "/", "/bin/sh"))
+
+
+def told_to_everybody(name: str) -> dict[str, bytes]:
+    """What every user of the host can read of all processes: pid → content."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):  # it has ended
+            found[process.name] = (process / name).read_bytes()
+    return found
+
+
+async def test_other_users_of_the_host_do_not_learn_the_id_of_a_sandbox(box: Box) -> None:
+    directory = box.guest.directory.encode()
+    assert any(directory in text for text in told_to_everybody("cmdline").values())  # there is something to be read
+    for name in ("cmdline", "mountinfo", "cgroup"):
+        telling = [pid for pid, text in told_to_everybody(name).items() if box.guest.sandbox_id.encode() in text]
+        assert telling == [], name
