@@ -1,7 +1,7 @@
 """What sandboxes can be made of: templates and snapshots, their names and tags. One catalog for both, in memory.
 
-A reference is `name`, `name:tag` or `namespace/name:tag`, in lower case; `name` may be a template's id, and the tag of
-an untagged one is `default`. A template has *builds*: files (an image of the runtime) and what its sandboxes' commands
+A reference is `name`, `name:tag` or `namespace/name:tag`, in lower case; `name` may be a template's id, `tag` that of a
+build, and the tag of an untagged one is `default`. A template has *builds*: files (an image of the runtime) and what its sandboxes' commands
 run with. Each tag names one of them.
 """
 
@@ -161,9 +161,10 @@ class TemplateCatalog:
         """What sandboxes are made of. Raises ApiError: 400 for a malformed reference, 404 for an unknown one."""
         template, tag = self.get(reference)
         entry = template.tags.get(tag)
-        if entry is None:
+        build = entry[0] if entry is not None else template.builds.get(tag)  # a build's id names it, too
+        if build is None:
             raise ApiError(404, f"tag '{tag}' does not exist for template '{split_reference(reference)[0]}'")
-        return Found(template, tag, entry[0])
+        return Found(template, tag, build)
 
     def add(self, template: Template) -> None:
         """Raises ApiError(409) when its id or a name is taken."""

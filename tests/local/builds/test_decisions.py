@@ -175,6 +175,7 @@ def test_tags_of_the_catalog():
     assert catalog.assign(template, second, ["default"], NOW) == []
     assert catalog.resolve("ONE").build is second
     assert catalog.resolve("id1:v1").build is first
+    assert catalog.resolve("one:b1").build is first, "a build's id names it, too"
     assert catalog.assign(template, second, ["v1"], NOW) == [first]
     with pytest.raises(ApiError, match="tag 'x' does not exist"):
         catalog.unassign(template, ["v1", "x"])
