@@ -3,10 +3,10 @@ SHELL := /bin/sh
 BIN := .venv/bin
 export PYTHON
 
-.PHONY: help venv demo test prove check bench soak format docs humaneval clean
+.PHONY: help venv demo test prove check bench soak conformance others format docs humaneval clean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv:  ## make .venv ready (every target below does it by itself)
 	@sh tools/venv.sh
@@ -37,6 +37,12 @@ soak: venv  ## many processes, faults, SIGKILLs: what leaks (make soak ARGS="--s
 
 humaneval: venv  ## the 164 HumanEval problems, each in a sandbox of its own
 	@$(BIN)/python examples/humaneval.py $(ARGS)
+
+conformance: venv  ## E2B's own suites and command line against the local server (needs E2B_REPO, see docs/conformance.md)
+	@$(BIN)/python tools/conformance.py $(ARGS)
+
+others: venv  ## tools of others that speak E2B against the local server (needs Python 3.12)
+	@$(BIN)/python tools/others.py $(ARGS)
 
 format: venv  ## rewrite the code in the project's format
 	@$(BIN)/ruff check --fix

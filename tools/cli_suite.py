@@ -245,9 +245,14 @@ class Steps:
         assert "cli-built" not in json.dumps(templates), templates
 
 
+def install(cli: str = CLI) -> Path:
+    """The program of this release; installed once."""
+    return npm_environment("cli", {"@e2b/cli": cli}) / ".bin" / "e2b"
+
+
 def run(cli: str = CLI) -> list[Group]:
     """All steps against a server of their own; one that fails does not stop the next."""
-    program = npm_environment("cli", {"@e2b/cli": cli}) / ".bin" / "e2b"
+    program = install(cli)
     groups: dict[str, list[Test]] = {}
     with tempfile.TemporaryDirectory(prefix="me2b-cli-") as temporary:
         home, place = Path(temporary) / "home", Path(temporary) / "place"

@@ -127,9 +127,14 @@ def outcomes(results: Mapping[str, list[dict[str, object]]], directory: Path) ->
     return found
 
 
+def install(sdk: str = SDK) -> Path:
+    """The modules of an environment with this release; made once."""
+    return npm_environment("js", {"e2b": sdk, **TOOLS})
+
+
 def run(wanted: Sequence[str], sdk: str = SDK) -> list[Group]:
     """Run these groups against a server of their own."""
-    modules = npm_environment("js", {"e2b": sdk, **TOOLS})
+    modules = install(sdk)
     with tempfile.TemporaryDirectory(prefix="me2b-js-") as temporary:
         checkout(["packages/js-sdk/tests", "packages/js-sdk/tsconfig.json"], Path(temporary))
         directory = Path(temporary) / "packages" / "js-sdk"

@@ -89,6 +89,10 @@ class TestE2B(WorkspaceBackendSuite):
         return False  # E2B reports an exit at the end of the pipes, as this suite says of it
 
     @pytest.fixture
+    def filesystem_honors_shell_permissions(self):
+        return False  # E2B reads and writes files as root
+
+    @pytest.fixture
     def fresh_backend(self):
         return lambda: E2BSandboxBackend(sandbox_timeout=300)
 
@@ -140,9 +144,16 @@ def tests_of(module: str, requirements: Sequence[str], *options: str) -> Callabl
         with tempfile.TemporaryDirectory(prefix="me2b-others-") as temporary:
             (Path(temporary) / f"test_{name}.py").write_text(module)
             output = Path(temporary) / "results.xml"
-            command = [programs / "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={output}", *options]
+            command: list[str | Path] = [
+                programs / "pytest",
+                "-q",
+                "-p",
+                "no:cacheprovider",
+                f"--junitxml={output}",
+                *options,
+            ]
             ended = subprocess.run(
-                command, cwd=temporary, env=clean() | client, capture_output=True, text=True, timeout=RUN_SECONDS
+                command, cwd=temporary, env={**clean(), **client}, capture_output=True, text=True, timeout=RUN_SECONDS
             )
             if not output.exists():
                 return [Test("pytest", "failed", (ended.stderr or ended.stdout).strip()[-400:])]
@@ -166,7 +177,20 @@ def _harbor_trial(title: str, programs: Path, client: Mapping[str, str], *more: 
         for path, text in HARBOR_TASK.items():
             (task / path).parent.mkdir(parents=True, exist_ok=True)
             (task / path).write_text(text)
-        command = [programs / "harbor", "run", "-p", task, "--agent", "oracle", "--env", "e2b", "-o", jobs, "-y", *more]
+        command: list[str | Path] = [
+            programs / "harbor",
+            "run",
+            "-p",
+            task,
+            "--agent",
+            "oracle",
+            "--env",
+            "e2b",
+            "-o",
+            jobs,
+            "-y",
+            *more,
+        ]
         settings = {**clean(), **client, "HARBOR_TELEMETRY": "0", "HOME": temporary}
         ended = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=RUN_SECONDS, check=False)
         trials = [json.loads(path.read_text()) for path in sorted(jobs.glob("*/*/result.json"))]

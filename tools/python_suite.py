@@ -109,9 +109,14 @@ def outcomes(results: ET.Element) -> list[Test]:
     return found
 
 
+def install(sdk: str = SDK) -> Path:
+    """The programs of an environment with this release; made once."""
+    return python_environment(f"python-{sdk}", [f"e2b=={sdk}", *TOOLS])
+
+
 def run(wanted: Sequence[str], sdk: str = SDK) -> list[Group]:
     """Run these groups against a server of their own."""
-    programs = python_environment(f"python-{sdk}", [f"e2b=={sdk}", *TOOLS])
+    programs = install(sdk)
     with tempfile.TemporaryDirectory(prefix="me2b-python-") as temporary:
         checkout(["packages/python-sdk/tests", "packages/python-sdk/pytest.ini"], Path(temporary))
         directory = Path(temporary) / "packages" / "python-sdk"

@@ -47,10 +47,15 @@ def main() -> int:
         return inside(sys.argv[2:])
     if len(sys.argv) < 2:
         sys.exit(__doc__)
-    if os.geteuid() != 0 or shutil.which("ip") is None:
+    if not possible():
         sys.exit("only root makes such a network, with `ip` (package iproute2)")
     own = ["unshare", "--net", "--mount", "--propagation", "private", sys.executable, __file__, INSIDE]
     return subprocess.run([*own, *sys.argv[1:]], check=False).returncode
+
+
+def possible() -> bool:
+    """Whether this process may make such a network."""
+    return os.geteuid() == 0 and shutil.which("ip") is not None
 
 
 def inside(command: list[str]) -> int:

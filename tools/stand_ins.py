@@ -7,6 +7,7 @@ of this host's own programs, under the same names in a real registry, goes throu
 from __future__ import annotations
 
 import contextlib
+import shutil
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -22,6 +23,26 @@ NAMES = (
     ("library/debian", "latest"),
     ("e2bdev/base", "latest"),
 )
+MORE_PROGRAMS = (
+    *("awk", "basename", "base64", "date", "df", "diff", "du", "expr", "file", "getent", "groups", "head", "hostname"),
+    *(
+        "install",
+        "kill",
+        "mktemp",
+        "mkfifo",
+        "nohup",
+        "pgrep",
+        "ps",
+        "realpath",
+        "seq",
+        "setsid",
+        "sort",
+        "stty",
+        "tail",
+    ),
+    *("tee", "timeout", "tty", "uname", "uniq", "wc", "which", "xargs", "yes", "python3", "curl", "ss"),
+)
+"""What builders of templates expect of an image, as far as this host has it."""
 
 
 @contextlib.contextmanager
@@ -32,7 +53,10 @@ def mirror() -> Iterator[list[str]]:
         yield []
         return
     with tempfile.TemporaryDirectory(prefix="me2b-registry-") as directory, images.serve(Path(directory)) as host:
-        registry, image = images.Registry(host), images.stand_in()
+        more = [name for name in MORE_PROGRAMS if shutil.which(name, path="/usr/bin:/bin:/usr/sbin:/sbin")]
+        small = images.stand_in()
+        root = images.root_layer([*images.PROGRAMS, *more])
+        registry, image = images.Registry(host), images.Image([root, *small.layers[1:]], small.env)
         for name, tag in NAMES:
             registry.push(name, image, tag)
         yield ["--registry-mirror", f"docker.io=http://{host}"]

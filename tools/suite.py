@@ -149,7 +149,7 @@ def python_environment(name: str, requirements: Sequence[str], interpreter: str 
     directory, ready = cached(name, [interpreter, *requirements])
     if not ready:
         subprocess.run([interpreter, "-m", "venv", directory], check=True)
-        install = [directory / "bin" / "pip", "install", "-q", *requirements]
+        install: list[str | Path] = [directory / "bin" / "pip", "install", "-q", *requirements]
         installed = subprocess.run(install, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False)
         if installed.returncode:
             sys.exit(f"pip could not install {' '.join(requirements)}:\n{installed.stderr}")
