@@ -1,8 +1,8 @@
 """What sandboxes can be made of: templates and snapshots, their names and tags. One catalog for both, in memory.
 
 A reference is `name`, `name:tag` or `namespace/name:tag`, in lower case; `name` may be a template's id, `tag` that of a
-build, and the tag of an untagged one is `default`. A template has *builds*: files (an image of the runtime) and what its
-sandboxes' commands run with. Each tag names one of them.
+build, and the tag of an untagged one is `default`. A template has *builds*: files (an image of the runtime) and what
+its sandboxes' commands run with. Each tag names one of them.
 """
 
 from __future__ import annotations
