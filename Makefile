@@ -17,9 +17,9 @@ demo: venv  ## the main job: acquire sandboxes, run code in them, get the result
 test: venv  ## run the test suite (more arguments: make test ARGS="-k ledger")
 	@$(BIN)/pytest -n 2 $(ARGS)
 
-prove: venv  ## SIGKILL, Ctrl-C and cancellations at every point, not at a sample of them (many minutes)
+prove: venv  ## SIGKILL, Ctrl-C and cancellations at every point, loads in full (many minutes)
 	@$(BIN)/pytest --exhaustive tests/manager/test_crash.py tests/manager/test_interruptions.py \
-		tests/manager/test_cancellation.py $(ARGS)
+		tests/manager/test_cancellation.py tests/local/faults/test_loads.py $(ARGS)
 
 check: venv  ## lint, format, types, import contracts, generated docs
 	@$(BIN)/ruff check

@@ -14,7 +14,9 @@ pytest_plugins = ["managed_e2b.testing.fixtures"]
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--exhaustive", action="store_true", help="visit every boundary and suspension, not a sample (make prove)"
+        "--exhaustive",
+        action="store_true",
+        help="every boundary and suspension, not a sample; loads in full (make prove)",
     )
 
 

@@ -33,7 +33,7 @@ class Forks:
         self._known: set[int] = set()  # forks whose end means nothing: what they report is all
         self._ended = False
         self._chores: deque[Callable[[], None]] = deque()
-        self._expiry: tuple[float, Callable[[], None]] | None = None
+        self._alarm: tuple[float, Callable[[], None]] | None = None
 
     @property
     def pending(self) -> bool:
@@ -63,22 +63,22 @@ class Forks:
         """Do this once nobody waits for anything else."""
         self._chores.append(chore)
 
-    def after_rest(self, seconds: float, chore: Callable[[], None]) -> None:
-        """Do this once, when so much time has passed since the last such wish."""
-        self._expiry = (time.monotonic() + seconds, chore)
+    def set_alarm(self, when: float, chore: Callable[[], None]) -> None:
+        """Do this at that monotonic time, or later when there is more to do. There is one alarm: the last one set."""
+        self._alarm = (when, chore)
 
     def _patience(self) -> float | None:
         if self._chores:
             return 0
-        return None if self._expiry is None else max(0.0, self._expiry[0] - time.monotonic())
+        return None if self._alarm is None else max(0.0, self._alarm[0] - time.monotonic())
 
     def _rest(self) -> None:
         if self._chores:
             with contextlib.suppress(OSError):  # what is made ahead can be done without
                 self._chores.popleft()()
-        elif self._expiry is not None and self._expiry[0] <= time.monotonic():
-            _, chore = self._expiry
-            self._expiry = None
+        elif self._alarm is not None and self._alarm[0] <= time.monotonic():
+            _, chore = self._alarm
+            self._alarm = None
             chore()
 
     def watch(self, fd: int, on_readable: Callable[[], None]) -> None:

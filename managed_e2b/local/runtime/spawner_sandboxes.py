@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -24,6 +25,7 @@ class SandboxOperations:
         self._desk = desk
         self._launches = launches
         self._jobs: dict[int, int] = {}  # pid of a command → its request
+        self._ready_until: dict[str, float] = {}  # the time is later for later ones
         self._unclaimed: dict[int, int] = {}  # pid → status, reaped before we knew what it was
         self.operations: dict[str, Operation] = {
             "spawn": self._spawn,
@@ -67,9 +69,24 @@ class SandboxOperations:
 
     def prepare(self, name: str) -> None:
         """Have a fork ready for a sandbox's next command, for a while."""
-        if self._launches.groups:
-            self._desk.forks.when_idle(lambda: self._make_spare(name))
-            self._desk.forks.after_rest(_SPARE_SECONDS, self._launches.dismiss_spares)
+        if not self._launches.groups:
+            return
+        self._desk.forks.when_idle(lambda: self._make_spare(name))
+        self._ready_until.pop(name, None)
+        if not self._ready_until:
+            self._desk.forks.set_alarm(time.monotonic() + _SPARE_SECONDS, self._dismiss_old)
+        self._ready_until[name] = time.monotonic() + _SPARE_SECONDS
+
+    def _dismiss_old(self) -> None:
+        while self._ready_until:
+            name, until = next(iter(self._ready_until.items()))
+            if until > time.monotonic():
+                self._desk.forks.set_alarm(until, self._dismiss_old)
+                return
+            del self._ready_until[name]
+            sandbox = self._launches.sandboxes.get(name)
+            if sandbox is not None:
+                sandbox.dismiss_spare()
 
     def _make_spare(self, name: str) -> None:
         sandbox = self._launches.sandboxes.get(name)

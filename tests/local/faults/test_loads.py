@@ -131,6 +131,8 @@ def proportional(pid: int) -> tuple[int, int]:
             lines = Path(f"/proc/{child}/smaps_rollup").read_text().splitlines()
         except (FileNotFoundError, ProcessLookupError):
             continue
+        except PermissionError:  # for an ordinary user: what may not be traced may not be measured
+            lines = ["Pss: 0 kB"]
         processes += 1
         total += next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
     return processes, total

@@ -190,24 +190,64 @@ async def test_a_command_larger_than_a_spare_takes_runs_all_the_same(box: Box) -
     assert result.out == "100000\n"
 
 
-async def test_forks_made_ahead_do_not_stay(make_box: MakeBox) -> None:
-    box = await make_box()
+def members(wanted: set[str]) -> set[int]:
+    """Who is in these groups."""
+    found = set()
+    for name in os.listdir("/proc"):
+        if name.isdecimal():
+            try:
+                if groups_of(int(name)) == wanted:
+                    found.add(int(name))
+            except OSError:
+                continue
+    return found
+
+
+async def test_forks_made_ahead_do_not_stay(make_box: MakeBox, groups: None) -> None:
+    box, busy = await make_box(), await make_box()
     await box.run("true")
-    wanted = groups_of(box.guest.host_pid)
-    if not any("/me2b-" in line for line in wanted):
-        pytest.skip("no control groups: nothing is made ahead")
 
-    def members() -> int:
-        found = 0
-        for name in os.listdir("/proc"):
-            if name.isdecimal():
-                try:
-                    found += groups_of(int(name)) == wanted
-                except OSError:
-                    continue
-        return found
+    async def alone() -> bool:
+        await busy.run("true")
+        return len(members(groups_of(box.guest.host_pid))) == 2  # bubblewrap and the first process
 
-    await eventually(lambda: members() == 2)  # bubblewrap and the first process
+    await eventually(alone)
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()[1])
+
+
+async def kill_all(found: Callable[[], set[int]]) -> None:
+    """Kill those that are there once some are, and wait for their end."""
+    await eventually(lambda: bool(found()))
+    killed = found()
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    await eventually(lambda: not any(os.path.exists(f"/proc/{pid}") for pid in killed))
+
+
+async def test_forks_made_ahead_that_are_killed_cost_nothing(
+    runtime: BubblewrapRuntime, make_box: MakeBox, groups: None
+) -> None:
+    box = await make_box()
+    inside = set(processes_in(pid_namespace(box.guest)))
+    bubblewrap = parent_of(box.guest.host_pid)
+
+    def spares() -> set[int]:
+        return members(groups_of(box.guest.host_pid)) - inside - {bubblewrap}
+
+    await kill_all(spares)
+    assert (await box.run("echo all the same")).out == "all the same\n"
+
+    def seeds() -> set[int]:
+        spawner = runtime.spawner_link.pid
+        forks = Path(f"/proc/{spawner}/task/{spawner}/children").read_text().split()
+        others = {int(pid) for pid in forks} - members(groups_of(box.guest.host_pid))
+        return {pid for pid in others if any("/me2b-" in line for line in groups_of(pid))}
+
+    await kill_all(seeds)
+    assert (await (await make_box()).run("echo made")).out == "made\n"
 
 
 @pytest.fixture
