@@ -133,7 +133,7 @@ def _sizes(**given: float | None) -> Sizes:
     try:
         return Sizes(**{name: value for name, value in given.items() if value is not None})  # type: ignore[arg-type]
     except ValueError as error:
-        fail(f"--sandbox-...: {error}")
+        fail(f"what --sandbox-... says is too little: {error}")
 
 
 def _mirrors(given: list[str]) -> dict[str, str]:

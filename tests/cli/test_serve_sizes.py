@@ -59,5 +59,5 @@ SIZE = ("cpuCount", "memoryMB", "diskSizeMB")
 )
 def test_what_is_too_little_is_refused(me2b: Any, option: str, value: str, said: str) -> None:
     refused = me2b("serve", "--port", "0", option, value)
-    assert refused.returncode == 1
+    assert refused.returncode == 2
     assert said in refused.stderr
