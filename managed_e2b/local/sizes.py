@@ -15,6 +15,8 @@ SMALLEST_MEMORY_MB = 16
 """Less does not even hold a shell."""
 SMALLEST_PIDS = 16
 SMALLEST_CPUS = 0.01
+_ENDLESS = 1_000_000
+"""More than any host has, and no number that a kernel refuses: CPUs, processes, or MB."""
 
 
 @dataclass(frozen=True)
@@ -44,8 +46,9 @@ class Sizes:
 
     def limits(self, cpu_count: int | None = None, memory_mb: int | None = None) -> Limits:
         """Of a sandbox whose template asks for that many CPUs and that much memory; None: it does not ask."""
-        memory = max(SMALLEST_MEMORY_MB, memory_mb or self.memory_mb)
-        return Limits(memory * MB, float(cpu_count or self.cpus), self.pids, self.disk_mb * MB)
+        memory = min(max(SMALLEST_MEMORY_MB, memory_mb or self.memory_mb), _ENDLESS)
+        cpus = min(float(cpu_count or self.cpus), _ENDLESS)
+        return Limits(memory * MB, cpus, min(self.pids, _ENDLESS), min(self.disk_mb, _ENDLESS) * MB)
 
 
 class Asked(Protocol):

@@ -206,6 +206,9 @@ def test_sizes() -> None:
     assert sizes.limits() == Limits(64 * MB, 1.0, 20, 100 * MB)
     assert sizes.limits(4, 32).memory == 32 * MB
     assert sizes.limits(memory_mb=1).memory == 16 * MB
+    endless = Sizes(cpus=float("inf"), memory_mb=2**70, disk_mb=2**70, pids=2**70).limits()
+    assert settings(_tree(2, "cpu"), endless) == [("cpu.max", "100000000000 100000", True)]
+    assert max(endless.memory or 0, endless.pids or 0, endless.file or 0) < 2**63
     size = shown(sizes.limits(), enforced)
     assert (size.cpu_count, size.memory_mb, size.disk_mb) == (1, 64, 5000)
     alone = shown(sizes.limits(), Enforced(disk_bytes=7 * MB))
