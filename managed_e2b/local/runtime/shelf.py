@@ -30,6 +30,12 @@ from managed_e2b.local.runtime.storage import Home
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
+FORMAT = 1
+"""Of what is kept with an image: to be raised when an Entry, or a note of the builds, gets other fields. The shelf is
+shared by all versions that ever ran here.
+"""
+
+
 @dataclass(frozen=True)
 class Entry:
     """An image: `layers` on the shelf, topmost first, and what lies below them, as of `images.Image`.
@@ -106,7 +112,7 @@ class Shelf:
 
     def find(self, key: str) -> Entry | None:
         """The image that was kept under a key, if all of it is still there."""
-        told = self._read(f"image-{_name(key)}")
+        told = self._read(_image_file(key))
         if told is None:
             return None
         entry = Entry(**told)
@@ -116,12 +122,12 @@ class Shelf:
         if not all((self._home.path / path).is_dir() for path in below):
             return None  # `base` has changed since
         with contextlib.suppress(FileNotFoundError):
-            os.utime(self._index / f"image-{_name(key)}")
+            os.utime(self._index / _image_file(key))
         return entry
 
     def add(self, key: str, entry: Entry) -> None:
         self._open()
-        self._write(f"image-{_name(key)}", asdict(entry))
+        self._write(_image_file(key), asdict(entry))
 
     def make_room(self, in_use: Collection[str]) -> list[Path]:
         """Move layers out of the shelf until the rest fits: where they are now, for removal.
@@ -185,6 +191,11 @@ class Shelf:
 def boot_id() -> str:
     """Of the host: what was not synced may be lost when it changes."""
     return _BOOT_ID.read_text().strip()
+
+
+def _image_file(key: str) -> str:
+    """Images that a version with other notes has kept are not found."""
+    return f"image-{_name(f'{FORMAT} {key}')}"
 
 
 def _name(key: str) -> str:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from managed_e2b.local.runtime import idmap, storage
+from managed_e2b.local.runtime import shelf as shelf_module
 from managed_e2b.local.runtime.shelf import Entry, Shelf, boot_id
 from managed_e2b.local.runtime.storage import Home
 
@@ -66,6 +67,15 @@ def test_what_was_not_synced_is_not_found_after_a_boot(home, monkeypatch):
     monkeypatch.setattr("managed_e2b.local.runtime.shelf.boot_id", lambda: "another")
     assert shelf.find("unsynced") is None
     assert shelf.find("synced") is not None
+
+
+def test_what_a_version_with_other_notes_kept_is_not_found(home, monkeypatch):
+    shelf = Shelf(home, IDS, 1000)
+    keep(shelf, home, "one")
+    with monkeypatch.context() as other:
+        other.setattr(shelf_module, "FORMAT", -1)
+        assert shelf.find("one") is None
+    assert shelf.find("one") is not None
 
 
 def test_an_image_whose_base_is_gone_is_not_found(home):
