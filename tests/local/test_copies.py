@@ -71,8 +71,7 @@ async def make(server: LocalServer, options: dict[str, Any], data_dir: Path) -> 
 
 
 def leftovers(data_dir: Path) -> list[str]:
-    homes = [home for home in data_dir.rglob("guests") if home.is_dir()]
-    places = [place for home in homes for place in (home, home.parent / "layers") if place.is_dir()]
+    places = [place for name in ("guests", "layers") for place in data_dir.glob(f"sandboxes/*/{name}")]
     return [str(entry) for place in places for entry in place.iterdir()]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -43,6 +44,7 @@ def open_descriptors() -> int:
 
 @pytest.fixture
 def ask() -> Iterator[Ask]:
+    gc.collect()  # what an earlier test left to the collector must not go in between
     before = open_descriptors()
     ask = Ask()
     yield ask
