@@ -39,12 +39,14 @@ _GZIP = b"\x1f\x8b"
 _ZSTD = b"\x28\xb5\x2f\xfd"
 _BLOCK = 1 << 20
 _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_WRONLY | os.O_CLOEXEC
-_MEMORY = 1 << 30  # an archive may claim a header of any length, which is read whole
+_MEMORY = 1 << 30  # more than the process has; an archive may claim a header of any length, which is read whole
 _CPU_SECONDS = 900  # the largest layers take some minutes; some headers keep `tarfile` busy for days
 _CPU_GRACE = 10  # to say so; whoever is too busy even for that is killed
-# What `tarfile`, and the system calls with what it read, make of an archive that was forged.
+# What `tarfile`, and the system calls with what it read, make of an archive that was forged. SystemError: Python 3.11
+# calls it that, with no exception set, when there is no memory for the next frame of a deep call.
 _DAMAGED = (
     tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError, OverflowError, RecursionError, MemoryError,
+    SystemError,
 )  # fmt: skip
 
 
@@ -81,11 +83,12 @@ def unpack(archive: int, directory: str, bounds: Bounds) -> dict[str, int]:
     os.mkdir(directory, 0o755)
     root = f"{directory}/root"
     os.mkdir(root, 0o755)
+    memory = _address_space() + _MEMORY
     handle = os.open(root, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     os.chroot(root)
     os.chdir("/")
     os.umask(0)
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     signal.signal(signal.SIGXCPU, _too_long)
     resource.setrlimit(resource.RLIMIT_CPU, (_CPU_SECONDS, _CPU_SECONDS + _CPU_GRACE))
     layer = _Layer(bounds)
@@ -100,6 +103,12 @@ def unpack(archive: int, directory: str, bounds: Bounds) -> dict[str, int]:
     linux.sync_filesystem(handle)
     os.close(handle)
     return {"size": layer.size, "entries": layer.entries, "left_out": layer.left_out}
+
+
+def _address_space() -> int:
+    """Bytes that this process has already, which its limit counts: as many as the process it was forked from."""
+    with open("/proc/self/statm", "rb") as file:
+        return int(file.read().split()[0]) * resource.getpagesize()
 
 
 def _too_long(number: int, frame: object) -> NoReturn:

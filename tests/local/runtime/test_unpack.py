@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import mmap
 import os
 import socket
 import tarfile
@@ -80,6 +81,20 @@ def test_what_is_forged_is_damaged(tmp_path, entries):
 def test_headers_of_headers_are_damaged(tmp_path):
     header = archive(entry(comment="x"))[:1024]
     assert unpacked(header * 3000, tmp_path)["errno"] == errno.EINVAL
+
+
+def test_what_the_process_had_before_is_not_counted(tmp_path):
+    with mmap.mmap(-1, 2 * unpack._MEMORY):
+        assert unpacked(archive(entry()), tmp_path) == {"size": 0, "entries": 1, "left_out": 0}
+
+
+def test_memory_that_ends_in_a_deep_call_is_the_archives_doing(tmp_path, monkeypatch):
+    monkeypatch.setattr(unpack, "_MEMORY", 0)
+    held = [bytes(100_000) for _ in range(600)]
+    kept = held.pop()  # so what is freed stays with the process: there are objects to be had, and no frames
+    held.clear()
+    told = unpacked(archive(entry("/".join("d" * 1990))), tmp_path)
+    assert (told["errno"], len(kept)) == (errno.EINVAL, 100_000), told
 
 
 def test_sizes_are_counted_whatever_the_archive_says_of_them(tmp_path):
