@@ -72,6 +72,7 @@ def test_the_environment_points_a_program_at_it(me2b_server: TestServer) -> None
     assert me2b_server.environment == {
         "E2B_API_URL": me2b_server.url,
         "E2B_SANDBOX_URL": me2b_server.url,
+        "E2B_VOLUME_API_URL": me2b_server.url,
         "E2B_API_KEY": me2b_server.api_key,
         "NO_PROXY": "127.0.0.1,localhost",
     }

@@ -88,7 +88,9 @@ def rule(*ops: str) -> On[Rule]:
 async def world() -> AsyncIterator[World]:
     runtime, clock = FakeRuntime(), SteppedClock()
     async with AsyncExitStack() as stack:
-        server = LocalServer(api_key=API_KEY, runtime=runtime, envd=FakeEnvd, clock=clock, chaos=Script())
+        server = LocalServer(
+            api_key=API_KEY, runtime=runtime, envd=FakeEnvd, clock=clock, chaos=Script(), internet=False
+        )
         await stack.enter_async_context(server)
         client = httpx.AsyncClient(
             base_url=server.url, headers={"X-API-KEY": API_KEY}, trust_env=False, timeout=PATIENCE
