@@ -159,6 +159,15 @@ async def _until(world, reference: str, reached: Callable[[dict], bool]) -> None
         await asyncio.sleep(0.05)
 
 
+async def _until_there(world, reference: str) -> None:
+    """A build in a task has no template before the server has heard of it."""
+    deadline = time.monotonic() + 30
+    async with _client(world) as client:
+        while all(reference not in item["names"] for item in (await client.get("/templates")).json()):
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+
+
 def _client(world) -> httpx.AsyncClient:
     return httpx.AsyncClient(base_url=world.server.url, headers={"X-API-KEY": world.server.api_key})
 
@@ -196,9 +205,12 @@ async def test_a_build_outlives_its_client_and_ends_with_the_server(place):
         world, reference = World(server), name()
         template = AsyncTemplate().from_template("base").run_cmd("echo begun; sleep 1000")
         waiting = asyncio.create_task(world.build(template, reference))
+        await _until_there(world, reference)
         await _until(world, reference, lambda status: any("begun" in e["message"] for e in status["logEntries"]))
-        waiting.cancel()
-        await asyncio.wait([waiting])
+        while not waiting.done():  # the SDK loses a cancellation that comes together with an answer
+            waiting.cancel()
+            await asyncio.wait([waiting], timeout=0.5)
+        assert waiting.cancelled()
         assert (await _status(world, reference))["status"] == "building"
     assert server._runtime.live_sandboxes == 0
 
