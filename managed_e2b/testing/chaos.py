@@ -305,7 +305,7 @@ class Chaos:
         self.play(Script(seed=seed))
 
     def calm(self) -> None:
-        """No more faults: all rules go, requests that hang are dropped. The journal stays."""
+        """No more faults: all rules go, requests that hang or are delayed are dropped. The journal stays."""
         self._call("DELETE", "")
 
     def reset(self) -> None:

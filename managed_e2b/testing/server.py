@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -14,6 +15,9 @@ from typing import Any
 from ..local.background import LocalServerProcess
 from ..local.chaos.rules import Script
 from .chaos import Chaos, ChaosScript
+
+_LOOK = 0.02
+"""Seconds between two looks at a server that is about to have a sandbox, or to have none."""
 
 
 class TestServer:
@@ -72,7 +76,10 @@ class TestServer:
         """Kill all its sandboxes, whoever made them, and forget all chaos. When this returns, nothing runs there."""
         if self._chaos is not None:
             self._chaos.reset()
-        while found := self._ask("GET", "/v2/sandboxes?state=running,paused"):
+        while self.live():
+            found = self._ask("GET", "/v2/sandboxes?state=running,paused")
+            if not found:  # what is being made is in no list yet: it is killed when it comes
+                time.sleep(_LOOK)
             for item in found:
                 try:
                     self._ask("DELETE", f"/sandboxes/{item['sandboxID']}")

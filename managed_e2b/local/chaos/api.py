@@ -49,7 +49,7 @@ class ChaosApi:
 
     async def calm(self, request: Request) -> Response:
         self._layer.director.play(Script(seed=self._layer.director.seed))
-        self._layer.release(drop=True)
+        self._layer.drop()
         return Response(status_code=NOTHING)
 
     async def add(self, request: Request) -> Response:

@@ -22,14 +22,22 @@ class Exchange:
     """`receive` and `send` are for whoever serves the request; `entry` is what the journal says of it.
 
     Use it as a context for the time it is served. `hanging`: where requests that hang wait for being released.
+    `delayed`: where those that are late wait, for their time or for being dropped.
     """
 
     entry: Entry
 
-    def __init__(self, receive: Receive, send: Send, hanging: MutableSet[asyncio.Future[bool]]) -> None:
+    def __init__(
+        self,
+        receive: Receive,
+        send: Send,
+        hanging: MutableSet[asyncio.Future[bool]],
+        delayed: MutableSet[asyncio.Future[None]],
+    ) -> None:
         self._receive = receive
         self._send = send
         self._hanging = hanging
+        self._delayed = delayed
         self._ahead: deque[Message] = deque()
         self._read = False
         self._connection = current_connection()
@@ -75,8 +83,7 @@ class Exchange:
         """Carry out a fault; False when it had the last word."""
         match step:
             case Delay():
-                await asyncio.sleep(step.seconds)
-                return True
+                return await self._delay(step.seconds)
             case Hang():
                 return await self._hang()
             case Status():
@@ -99,6 +106,19 @@ class Exchange:
     async def _end(self, how: str) -> None:
         self.entry.state = "dropped"
         await (self._connection.reset() if how == "reset" else self._connection.close())
+
+    async def _delay(self, seconds: float) -> bool:
+        """Wait so long, whether or not the client does. False when a test dropped it meanwhile."""
+        gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._delayed.add(gate)
+        try:
+            await asyncio.wait((gate,), timeout=seconds)
+        finally:
+            self._delayed.discard(gate)
+        if not gate.done():
+            return True
+        await self._end("reset")
+        return False
 
     async def _hang(self) -> bool:
         """Wait until a test lets it go on (True), or the client has left."""

@@ -58,21 +58,32 @@ class ChaosLayer:
         registry.on_made = self._made
         self._settled_keys: deque[str] = deque(maxlen=1000)
         self._hanging: set[asyncio.Future[bool]] = set()
+        self._delayed: set[asyncio.Future[None]] = set()
         self._deaths: set[asyncio.Task[None]] = set()
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
     # --- what tests ask for
 
-    def release(self, *, drop: bool = False) -> int:
-        """Let the requests that hang go on, or end their connections. Returns how many there were."""
+    def release(self) -> int:
+        """Let the requests that hang go on. Returns how many there were."""
+        return self._open(go_on=True)
+
+    def drop(self) -> None:
+        """End the connections of the requests that hang or are late: none has an effect that it did not have yet."""
+        self._open(go_on=False)
+        for gate in self._delayed:
+            if not gate.done():
+                gate.set_result(None)
+
+    def _open(self, *, go_on: bool) -> int:
         waiting = [gate for gate in self._hanging if not gate.done()]
         for gate in waiting:
-            gate.set_result(not drop)
+            gate.set_result(go_on)
         return len(waiting)
 
     async def close(self) -> None:
-        """Nothing hangs and nobody dies any more."""
-        self.release(drop=True)
+        """Nothing hangs or is late, and nobody dies any more."""
+        self.drop()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -99,7 +110,7 @@ class ChaosLayer:
 
     async def _control_plane(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         op, sandbox_id = control_plane_op(scope["method"], scope["path"])
-        exchange = Exchange(receive, send, self._hanging)
+        exchange = Exchange(receive, send, self._hanging, self._delayed)
         metadata = self._metadata_of(sandbox_id)
         if op == "create":
             metadata = _metadata_in(await exchange.peek(MAX_BODY))
@@ -192,7 +203,7 @@ class ChaosLayer:
     ) -> None:
         """One request to a port of a sandbox, which `app` serves."""
         op = sandbox_op(scope["method"], scope["path"], port)
-        exchange = Exchange(receive, send, self._hanging)
+        exchange = Exchange(receive, send, self._hanging, self._delayed)
         subject = Subject(op, sandbox_id, self._metadata_of(sandbox_id))
         plan = self._begin(exchange, subject, scope["method"])
         with exchange:

@@ -60,7 +60,10 @@ class _Value(BaseModel):
 
 
 class Delay(_Value):
-    """It takes `seconds` longer. Whoever hangs up meanwhile changes nothing: the effect comes all the same."""
+    """It takes `seconds` longer. Whoever hangs up meanwhile changes nothing: the effect comes all the same.
+
+    Only the end of all faults (`DELETE /me2b/chaos`) drops it.
+    """
 
     kind: Literal["delay"] = "delay"
     seconds: Seconds

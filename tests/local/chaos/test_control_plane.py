@@ -129,6 +129,30 @@ async def test_calm_drops_what_hangs(world: World) -> None:
     await world.created()
 
 
+@pytest.mark.parametrize(("after", "effect"), [(False, None), (True, 201)])
+async def test_calm_drops_what_is_late_also_when_its_client_has_left(
+    world: World, after: bool, effect: int | None
+) -> None:
+    """A create that a test had left behind came a minute later, in the midst of another test."""
+    await world.play((rule("create").after() if after else rule("create")).delay(3600))
+    asking, leaving = asyncio.create_task(world.create()), asyncio.create_task(world.create())
+
+    async def come() -> bool:
+        return [entry["effect"] for entry in await world.entries("create")] == [effect] * 2
+
+    await until(come)
+    leaving.cancel()
+    await world.api.delete("/me2b/chaos")
+    with pytest.raises(httpx.ReadError):
+        await asking
+
+    async def dropped() -> bool:
+        return [entry["state"] for entry in await world.entries("create")] == ["dropped"] * 2
+
+    await until(dropped)
+    assert len(world.alive) == (2 if after else 0)
+
+
 async def test_a_sandbox_dies_early(world: World) -> None:
     await world.play(rule("create").nth(1).dies_at(0.05))
     first, second = await world.created(), await world.created()
