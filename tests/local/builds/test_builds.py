@@ -111,11 +111,11 @@ async def test_a_template_is_made_of_another_and_of_a_snapshot(world):
 
 async def test_an_image_of_a_dockerfile_that_is_nowhere(world, context):
     template = AsyncTemplate(file_context_path=str(context)).from_dockerfile(
-        "FROM e2b/none:1\nENV WHERE=/srv/app\nWORKDIR /srv/app\nCOPY app/ .\nRUN ls > listing\nUSER root\n"
+        "FROM 127.0.0.1:1/none:1\nENV WHERE=/srv/app\nWORKDIR /srv/app\nCOPY app/ .\nRUN ls > listing\nUSER root\n"
     )
     with pytest.raises(BuildException) as failed:  # expanded by the SDK; its image is nowhere
         await world.build(template, name())
-    assert "e2b/none:1" in str(failed.value)
+    assert "127.0.0.1:1/none:1" in str(failed.value)
 
 
 @pytest.mark.parametrize(
