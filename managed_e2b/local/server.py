@@ -244,6 +244,17 @@ class _Http(uvicorn.Server):
         await self.on_tick(0)  # sets the headers that every answer has
         await self._stop.wait()
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        await asyncio.sleep(0)  # so that uvicorn knows, and closes, the connections that asyncio has accepted already
+        await super().shutdown(sockets=sockets)
+        if self.server_state.tasks:
+            await asyncio.wait(self.server_state.tasks, timeout=GRACE)  # cancelled; each still answers that it failed
+        for connection in list(self.server_state.connections):
+            connection.transport.abort()  # the client does not read what it was sent
+        await asyncio.sleep(0)  # asyncio closes what is aborted in its next turn
+
     def stop(self) -> None:
         self.should_exit = True
         self._stop.set()
