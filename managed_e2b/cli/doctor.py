@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import typer
 
-from managed_e2b.cli.options import DEFAULT_DB, ApiUrl, AsJson, Db
+from managed_e2b.cli.options import DEFAULT_DB, ApiUrl, AsJson, DataDir, Db
 from managed_e2b.cli.output import console, print_json, table
 from managed_e2b.errors import AuthenticationError, BackendError, ConfigError, LedgerError
 
@@ -37,13 +38,13 @@ class Finding:
     fix: str | None = None
 
 
-def doctor(db: Db = DEFAULT_DB, api_url: ApiUrl = None, as_json: AsJson = False) -> None:
+def doctor(db: Db = DEFAULT_DB, api_url: ApiUrl = None, data_dir: DataDir = None, as_json: AsJson = False) -> None:
     """Tell what this host can and can't do, and how to fix it.
 
     Looks at what the local server needs, at the endpoint and its key, and at the ledger.
     Exit code 1 when something is missing.
     """
-    checks: list[Check] = [*local_server(), *endpoint(api_url), *ledger(db)]
+    checks: list[Check] = [*local_server(data_dir), *endpoint(api_url), *ledger(db)]
     if as_json:
         print_json({"ok": all(check.ok for check in checks), "checks": [_as_dict(check) for check in checks]})
     else:
@@ -56,8 +57,8 @@ def doctor(db: Db = DEFAULT_DB, api_url: ApiUrl = None, as_json: AsJson = False)
         raise typer.Exit(1)
 
 
-def local_server() -> Iterator[Check]:
-    """What the local server needs of this host."""
+def local_server(data_dir: Path | None = None) -> Iterator[Check]:
+    """What the local server needs of this host, with its files in `data_dir` (None: its own choice)."""
     try:
         from managed_e2b.local.runtime.doctor import examine
     except ModuleNotFoundError as error:
@@ -65,7 +66,7 @@ def local_server() -> Iterator[Check]:
             "local server", False, f"the module {error.name!r} is missing", "pip install 'managed-e2b[local]'"
         )
         return
-    yield from examine()
+    yield from examine(data_dir)
 
 
 def endpoint(api_url: str | None) -> Iterator[Check]:

@@ -5,6 +5,7 @@ A key is never an option: every process of the host can read command lines. It c
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
@@ -25,6 +26,9 @@ Backend = Annotated[
         envvar="ME2B_BACKEND",
         help="'local' starts the local server for this command and ends it afterwards: no account, no network.",
     ),
+]
+DataDir = Annotated[
+    Path | None, typer.Option("--data-dir", metavar="DIR", help="Where sandboxes keep their files while they live.")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON for programs; messages stay on stderr.")]
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from managed_e2b.cli.options import AsJson
+from managed_e2b.cli.options import AsJson, DataDir
 from managed_e2b.cli.output import fail, message
 
 if TYPE_CHECKING:
@@ -28,9 +28,7 @@ def serve(
     port: Annotated[
         int, typer.Option("--port", "-p", min=0, max=65535, metavar="PORT", help="Loopback port; 0 takes a free one.")
     ] = DEFAULT_PORT,
-    data_dir: Annotated[
-        Path | None, typer.Option("--data-dir", metavar="DIR", help="Where sandboxes keep their files while they live.")
-    ] = None,
+    data_dir: DataDir = None,
     chaos: Annotated[
         str | None,
         typer.Option(
