@@ -162,7 +162,7 @@ async def test_a_sandbox_dies_early(world: World) -> None:
 
 
 async def test_a_sandbox_that_was_killed_before_its_early_death_is_no_trouble(world: World) -> None:
-    await world.play(rule("create").nth(1).dies_at(0.05), rule("create").nth(2).dies_at(0.1))
+    await world.play(rule("create").nth(1).dies_at(1.0), rule("create").nth(2).dies_at(1.1))
     first, second = await world.created(), await world.created()
     await world.api.delete(f"/sandboxes/{first}")
     await until(lambda: not world.alive)
