@@ -8,7 +8,6 @@ The tests import the SDK's sources; here each such import becomes the package. F
 
 from __future__ import annotations
 
-import argparse
 import json
 import subprocess
 import sys
@@ -17,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from stand_ins import mirror
-from suite import Group, Test, checkout, clean, first_line, npm_environment, report, server
+from suite import Group, Test, checkout, clean, first_line, main_of, npm_environment, server
 
 SDK = "2.51.0"
 TOOLS = {"vitest": "^4.1.10", "msw": "^2.12.10", "dotenv": "^16.4.5", "error-stack-parser-es": "^2.0.1", "undici": "^7"}
@@ -147,19 +146,5 @@ def run(wanted: Sequence[str], sdk: str = SDK) -> list[Group]:
             return [run_group(name, GROUPS[name], directory, environment) for name in wanted]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of: {', '.join(GROUPS)} (all)")
-    parser.add_argument("--sdk", default=SDK, help="the version of the npm package e2b")
-    arguments = parser.parse_args()
-    unknown = set(arguments.groups) - set(GROUPS)
-    if unknown:
-        parser.error(f"no such group: {', '.join(sorted(unknown))}")
-    failed = report(
-        f"E2B's JavaScript suite, e2b {arguments.sdk}", run(arguments.groups or list(GROUPS), arguments.sdk)
-    )
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(__doc__, "JavaScript", "npm", SDK, GROUPS, run))

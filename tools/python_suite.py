@@ -7,7 +7,6 @@ Images come from a registry of stand-ins, where this host has one.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from stand_ins import mirror
-from suite import Group, Test, checkout, clean, first_line, python_environment, report, server
+from suite import Group, Test, checkout, clean, first_line, main_of, python_environment, server
 
 SDK = "2.63.0"
 TOOLS = ("e2b-code-interpreter", "pytest", "pytest-asyncio", "pytest-xdist", "pytest-timeout", "pytest-dotenv")
@@ -125,18 +124,5 @@ def run(wanted: Sequence[str], sdk: str = SDK) -> list[Group]:
             return [run_group(name, GROUPS[name], directory, programs, environment) for name in wanted]
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of: {', '.join(GROUPS)} (all)")
-    parser.add_argument("--sdk", default=SDK, help="the version of the PyPI package e2b")
-    arguments = parser.parse_args()
-    unknown = set(arguments.groups) - set(GROUPS)
-    if unknown:
-        parser.error(f"no such group: {', '.join(sorted(unknown))}")
-    groups = run(arguments.groups or list(GROUPS), arguments.sdk)
-    failed = report(f"E2B's Python suite, e2b {arguments.sdk}", groups)
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main_of(__doc__, "Python", "PyPI", SDK, GROUPS, run))

@@ -11,6 +11,7 @@ released packages. `E2B_REPO` names the clone (a bare one will do):
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import hashlib
 import json
@@ -21,7 +22,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -189,3 +190,18 @@ def report(title: str, groups: Sequence[Group]) -> int:
     passed, ran = sum(group.passed for group in groups), sum(group.ran for group in groups)
     print(f"  {'all':<{width}}  {passed} of {ran}" + (f", {passed / ran:.1%}" if ran else ""))
     return ran - passed
+
+
+def main_of(
+    about: str | None, title: str, package: str, sdk: str, groups: Collection[str], run: Callable[..., Sequence[Group]]
+) -> int:
+    """The command line of a suite: the groups asked for, or all, with a release of a package. Its exit status."""
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("groups", nargs="*", metavar="GROUP", help=f"of: {', '.join(groups)} (all)")
+    parser.add_argument("--sdk", default=sdk, help=f"the version of the {package} package e2b")
+    arguments = parser.parse_args()
+    unknown = set(arguments.groups) - set(groups)
+    if unknown:
+        parser.error(f"no such group: {', '.join(sorted(unknown))}")
+    failed = report(f"E2B's {title} suite, e2b {arguments.sdk}", run(arguments.groups or list(groups), arguments.sdk))
+    return 1 if failed else 0

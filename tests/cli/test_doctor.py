@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 import json
-import shutil
-import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from managed_e2b.local.runtime.base import RuntimeUnavailable
-from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
+from ..places import place_of_servers
 
 Examined = Callable[[Any], dict[str, Any]]
 
@@ -22,20 +18,8 @@ Examined = Callable[[Any], dict[str, Any]]
 @pytest.fixture(scope="module")
 def data_dir() -> Iterator[Path]:
     """Where doctor tries a sandbox. In the host's own place it may find, and tell, what a killed server left there."""
-    place = Path(tempfile.mkdtemp(prefix="me2b-doctor-"))
-    yield place
-    asyncio.run(_remove_kept(place))
-    shutil.rmtree(place)
-
-
-async def _remove_kept(place: Path) -> None:
-    """Remove the layers, which belong to ids of sandboxes."""
-    runtime = BubblewrapRuntime(place, cache_bytes=0)
-    try:
-        await runtime.start()
-    except RuntimeUnavailable:
-        return
-    await runtime.close()
+    with place_of_servers("me2b-doctor-") as place:
+        yield place
 
 
 @pytest.fixture

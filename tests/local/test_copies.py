@@ -18,10 +18,10 @@ from e2b import AsyncSandbox, SandboxException, SandboxNotFoundException, Sandbo
 from managed_e2b.local.history import History, Subject
 from managed_e2b.local.logbook import Level
 from managed_e2b.local.model import SandboxSpec
-from managed_e2b.local.runtime.base import RuntimeUnavailable
-from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 from managed_e2b.local.server import LocalServer
 from managed_e2b.local.templates import Settings
+
+from ..places import server_at
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -37,13 +37,8 @@ def data_dir() -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(data_dir: Path) -> AsyncIterator[LocalServer]:
-    server = LocalServer(runtime=BubblewrapRuntime(data_dir))
-    try:
-        await server.start()
-    except RuntimeUnavailable as error:
-        pytest.skip(f"no sandboxes on this host: {error}")
-    yield server
-    await server.close()
+    async with server_at(data_dir) as server:
+        yield server
 
 
 @pytest.fixture

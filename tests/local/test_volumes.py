@@ -24,9 +24,10 @@ from e2b.exceptions import (
     VolumePathNotFoundException,
 )
 
-from managed_e2b.local.runtime.base import RuntimeUnavailable
 from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 from managed_e2b.local.server import LocalServer
+
+from ..places import server_at
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -41,13 +42,8 @@ def data_dir() -> Iterator[Path]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def server(data_dir: Path) -> AsyncIterator[LocalServer]:
-    server = LocalServer(runtime=BubblewrapRuntime(data_dir))
-    try:
-        await server.start()
-    except RuntimeUnavailable as error:
-        pytest.skip(f"no sandboxes on this host: {error}")
-    yield server
-    await server.close()
+    async with server_at(data_dir) as server:
+        yield server
 
 
 @pytest.fixture(autouse=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
 import tempfile
 from collections.abc import AsyncIterator, Iterator
@@ -15,9 +14,9 @@ import pytest_asyncio
 from e2b import AsyncSandbox, AsyncTemplate, LogEntry
 
 from managed_e2b.local.runtime.base import RuntimeUnavailable
-from managed_e2b.local.runtime.bubblewrap import BubblewrapRuntime
 from managed_e2b.local.server import LocalServer
 
+from ...places import place_of_servers
 from . import images
 
 
@@ -56,20 +55,8 @@ class World:
 
 @pytest.fixture(scope="session")
 def place() -> Iterator[Path]:
-    """Where servers keep their files; what outlives them belongs to ids of sandboxes, and a last one removes it."""
-    place = Path(tempfile.mkdtemp(prefix="me2b-build-tests-"))
-    yield place
-    asyncio.run(_remove_kept(place))
-    shutil.rmtree(place)
-
-
-async def _remove_kept(place: Path) -> None:
-    runtime = BubblewrapRuntime(place, cache_bytes=0)
-    try:
-        await runtime.start()
-    except RuntimeUnavailable:
-        return
-    await runtime.close()
+    with place_of_servers("me2b-build-tests-") as place:
+        yield place
 
 
 @pytest.fixture(scope="session")
